@@ -9,6 +9,7 @@
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
 # make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
+# make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while a tenth is killed, stopped or slowed
 # make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
 # make lint   formatting, lint and types
 # make learn  train a small model by asynchronous GRPO: until 90 % or 15 minutes (SEED=0 ARGS="--sync keep ...")
@@ -23,7 +24,7 @@ GATEWAYS := .venv-gateways
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways screenshot oracles fuzz soak sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways screenshot oracles fuzz soak fleet-chaos sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -77,6 +78,10 @@ fuzz: $(VENV)/.test ops
 # Pauses and updates under load, while processes are killed; ARGS="--minutes 60 --out FILE" for less.
 soak: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+# Pauses of a fleet while its replicas are harmed; ARGS="--pauses 100 --seed 1" for less, "--scale 1 8 32 256" for size.
+fleet-chaos: $(VENV)/.runtime
+	$(BIN)/python benchmarks/fleet_chaos.py $(ARGS)
 
 # setup.py pins the versions, because other versions of a formatter write other text.
 lint: $(VENV)/.lint

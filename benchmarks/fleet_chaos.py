@@ -1,4 +1,4 @@
-"""Pause a fleet while its replicas are killed, stopped and slowed: ``python benchmarks/fleet_chaos.py [--pauses 1000]``.
+"""Pause a fleet while its replicas are killed, stopped and slowed: ``python benchmarks/fleet_chaos.py --pauses 1000``.
 
 The engines are processes of their own on a runner that sleeps. In each cycle the fleet is paused and resumed, some
 replicas are harmed, every engine is asked directly, and each token of a steady load is compared with the token that
@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from benchmarks.lib.fleet.chaos.figures import report
 from benchmarks.lib.fleet.chaos.run import Chaos, Options
+from benchmarks.lib.fleet.chaos.scale import measure, table
 from fastdeploy.core.collector import collect_rarely
 
 
@@ -39,20 +40,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--step-ms", type=float, default=30.0, help="of a replica")
     parser.add_argument("--fence-ms", type=float, default=30.0, help="fence_after_s of the fleet, above a step")
+    parser.add_argument("--harm", type=float, default=0.1, help="part of the replicas that is harmed in a cycle")
     parser.add_argument("--sessions", type=int, default=16, help="requests at once")
+    parser.add_argument("--scale", type=int, nargs="+", metavar="REPLICAS", help="pause idle fleets of these sizes")
     parser.add_argument("--verbose", action="store_true", help="show the log of the gateway")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL, format="%(asctime)s %(message)s")
+    before = load_average()
+    if args.scale:
+        rows = [uvloop.run(measure(num, min(args.pauses, 100))) for num in args.scale]
+        print(f"pause and resume of idle replicas; {before} before, {load_average()} after")
+        print(table(rows))
+        return 0
     options = Options(
         args.replicas,
         args.pauses,
         args.seed,
+        args.harm,
         step_s=args.step_ms / 1000,
         fence_s=args.fence_ms / 1000,
         sessions=args.sessions,
     )
     chaos = Chaos(options, say)
-    before = load_average()
     uvloop.run(chaos.run())
     print(f"{args.replicas} replicas, {args.pauses} cycles, seed {args.seed}; {before} before, {load_average()} after")
     print(report(chaos))

@@ -37,7 +37,9 @@ def report(chaos: Chaos) -> str:
         if pauses:
             excess = excess_ms(pauses, step_s)
             rows.append([name, str(len(pauses)), *(f"{percentile(excess, part):.1f}" for part in (0.5, 0.9, 0.99, 1))])
-    restarts = Counter((restart.harm or "not harmed", restart.why.partition(":")[0]) for restart in chaos.launcher.restarts)
+    restarts = Counter(
+        (restart.harm or "not harmed", restart.why.partition(":")[0]) for restart in chaos.launcher.restarts
+    )
     return "\n".join(
         [
             f"keep and abort: ms above one step of {step_s * 1000:g} ms",

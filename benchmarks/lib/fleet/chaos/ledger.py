@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from benchmarks.lib.fleet.runner import checksum, next_token
 from fastdeploy.core.outputs import Span
 from fastdeploy.inter_communicator.messages import Output
 
+logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 20
 
 
@@ -31,6 +33,7 @@ class Ledger:
     def problem(self, what: str) -> None:
         """Note what must not be."""
         self.counts["problems"] += 1
+        logger.error("WRONG: %s", what)
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(what)
 

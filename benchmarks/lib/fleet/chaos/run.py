@@ -15,7 +15,7 @@ from benchmarks.lib.fleet.chaos.load import Load
 from benchmarks.lib.fleet.chaos.witness import Witness
 from benchmarks.lib.fleet.engines import FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
-from fastdeploy.core.errors import FastDeployError, PauseTimeout
+from fastdeploy.core.errors import EngineDead, FastDeployError, PauseTimeout, UpdateInProgress
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
@@ -34,7 +34,8 @@ SPREAD_S = 0.06  # harm "during" a pause begins so long after the call, at most
 @dataclass(frozen=True)
 class Options:
     """replicas: number of engines. pauses: number of cycles. harm: part of the replicas that is harmed in a cycle with
-    harm. step_s: of a replica. fence_s: fence_after_s of the fleet, above a step. sessions: of the load."""
+    harm. step_s: of a replica. fence_s: fence_after_s of the fleet, above a step. sessions: of the load. scale: of
+    the lengths of its answers. pace_s: longest time between two calls."""
 
     replicas: int = 32
     pauses: int = 1000
@@ -44,10 +45,16 @@ class Options:
     fence_s: float = 0.03
     sessions: int = 16
     scale: float = 1.0
+    pace_s: float = 0.3
 
     @property
     def num_harmed(self) -> int:
         return max(1, round(self.replicas * self.harm))
+
+    @property
+    def num_needed(self) -> int:
+        """Members before a cycle begins. Others may still be on their way back."""
+        return max(self.replicas - 2 * self.num_harmed, 1)
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,9 @@ class Chaos:
             rebuild_s=1.0,
         )
         self._weights = 0
-        self._calls = 0
         self._cycle_harmed = False
         self._harm: set[asyncio.Task[None]] = set()
+        self._updates: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Make all cycles, and wait until the fleet is as new."""
@@ -92,6 +99,7 @@ class Chaos:
             self._witness = Witness(self.launcher.listed, self._context)
             self._witness.start()
             await self._new_gateway()
+            await self._until_members(options.replicas)
             first = next(iter((await self._witness.ask(self.launcher.names)).values()))
             self.ledger.first_version, self._boot_id = first["version"], self.gateway.membership.boot_id
             self._blocks = first["available_gpu_block_num"]
@@ -116,7 +124,7 @@ class Chaos:
     async def _cycle(self) -> None:
         """Pause the fleet, by one hold or two, look at every engine, and resume."""
         draw, options = self._draw, self.options
-        await self._until_members(options.replicas - 2 * options.num_harmed)
+        await self._until_members(options.num_needed)
         moment = draw.choice(MOMENTS) if draw.random() < 0.7 else ""
         self._cycle_harmed = bool(moment) or bool(self.launcher.harmed)
         if moment == "before":
@@ -125,7 +133,8 @@ class Chaos:
         elif moment == "during":
             self._do_harm(SPREAD_S)
         mode, kind = draw.choice(MODES), draw.random()
-        update = asyncio.create_task(self._update()) if kind < 0.1 else None  # without a pause, or beside one
+        if kind < 0.1:  # without a pause, or beside one
+            self._updates = [asyncio.create_task(self._update())]
         holds = [f"trainer-{draw.randrange(1 << 30)}" for _ in range(2 if kind > 0.85 else 1)]
         if kind > 0.98:
             await self._replace_during_a_pause(holds[0])
@@ -133,41 +142,40 @@ class Chaos:
         stand = [hold for hold in await asyncio.gather(*(self._pause(hold, mode) for hold in holds)) if hold]
         if stand:
             before = self.load.tokens_so_far()
-            await self._check_members(set(stand), set(holds) - set(stand))
-            await self._while_paused(moment, stand, holds)
+            await self._check_members(set(stand))
+            await self._while_paused(moment, stand)
             if self.load.tokens_so_far() != before:
                 self.ledger.problem(f"{self.load.tokens_so_far() - before} tokens came during a pause ({mode})")
-        if update is not None:
-            await update
         await asyncio.gather(*(self._resume(hold) for hold in stand))
-        self.ledger.rejecting -= mode == "abort"
-        await self._check_members(set(), set(holds))
-        await asyncio.sleep(draw.uniform(0.0, 0.3))
+        await asyncio.gather(*self._updates)
+        self.ledger.rejecting -= len(stand) * (mode == "abort")
+        await self._check_members(set())
+        await asyncio.sleep(draw.uniform(0.0, options.pace_s))
 
-    async def _while_paused(self, moment: str, stand: list[str], holds: list[str]) -> None:
+    async def _while_paused(self, moment: str, stand: list[str]) -> None:
         draw = self._draw
         if moment == "paused":
             self._do_harm(0.0)
         if draw.random() < 0.2:
             await self._update()
-            await self._check_members(set(stand), set(holds) - set(stand))
+            await self._check_members(set(stand))
         if draw.random() < 0.02:
             await self._replace_gateway()
-            await self._check_members(set(stand), set(holds) - set(stand))
+            await self._check_members(set(stand))
         if len(stand) == 2 and draw.random() < 0.5:
             released = stand.pop()
             await self._resume(released)
-            await self._check_members(set(stand), {released})
-        await asyncio.sleep(draw.uniform(0.0, 0.15))
+            await self._check_members(set(stand))
+        await asyncio.sleep(draw.uniform(0.0, self.options.pace_s / 2))
 
     async def _pause(self, hold: str, mode: str) -> str:
         """Return the hold if it stands."""
         draw, ledger = self._draw, self.ledger
         on_timeout = draw.choice(("cancel", "keep", "abort")) if mode == "wait" else None
         args = m.PauseArgs(mode, hold_id=hold, timeout_s=0.2, on_timeout=on_timeout)
-        if mode == "abort" or on_timeout == "abort":
-            ledger.aborts += 1
-        ledger.rejecting += mode == "abort"
+        aborts = "abort" in (mode, on_timeout)
+        ledger.aborts += aborts
+        ledger.rejecting += aborts
         began = time.monotonic()
         try:
             report = await self.gateway.call(args)
@@ -176,7 +184,8 @@ class Chaos:
             await self._check_members(set(), {hold})
             return ""
         finally:
-            ledger.aborts += mode == "abort" or on_timeout == "abort"
+            ledger.aborts += aborts
+            ledger.rejecting -= aborts and mode != "abort"
         seconds, fenced = time.monotonic() - began, sum(entry["status"] == "fenced" for entry in report["replicas"])
         self.pauses.append(Pause(mode, seconds, self._cycle_harmed, fenced))
         ledger.counts["pauses"] += 1
@@ -191,15 +200,22 @@ class Chaos:
         self._weights += 1
         version = f"w{self._weights}"
         kv = self._draw.choice(("keep", "recompute"))
-        report = await self.gateway.call(m.UpdateWeightsArgs(FolderSource(f"/{version}"), version=version, kv=kv))
+        gateway = self.gateway
+        try:
+            report = await gateway.call(m.UpdateWeightsArgs(FolderSource(f"/{version}"), version=version, kv=kv))
+        except (EngineDead, UpdateInProgress) as error:
+            if isinstance(error, EngineDead) and gateway is self.gateway:
+                raise
+            self.ledger.counts["updates not made"] += 1
+            return
         self.ledger.committed = max(self.ledger.committed, report["weight_epoch"])
         self.ledger.counts["updates"] += 1
 
     # ------------------------------------------------------------------ checks
 
-    async def _check_members(self, stand: set[str], gone: set[str]) -> None:
-        """Ask every engine. All members have the holds ``stand`` and none of ``gone``, and the weights of the fleet.
-        Their own connections answer, so this shows nothing that the gateway only believes."""
+    async def _check_members(self, stand: set[str], gone: set[str] | None = None) -> None:
+        """Ask every engine. All members have the holds ``stand``, none of ``gone`` (None = no others), and the weights
+        of the fleet. The engines answer on connections of their own, whatever the gateway believes."""
         state, ledger = self.gateway.membership.state, self.ledger
         members = [name for name in self._members() if self.launcher.harmed.get(name) not in ("killed", "stopped")]
         epoch = None if state.changing else state.weight_epoch
@@ -215,8 +231,8 @@ class Chaos:
             holds = {hold["id"] for hold in report["holds"]}
             if not stand <= holds or (stand and not report["is_paused"]):
                 ledger.problem(f"{name}: a member that is not paused: {stand - holds} of {stand}, {report['phase']}")
-            if holds & gone:
-                ledger.problem(f"{name}: a member with a hold that was released, or never stood: {holds & gone}")
+            if wrong := holds - stand if gone is None else holds & gone:
+                ledger.problem(f"{name}: a member with a hold that was released, or never stood: {wrong}")
             if state.changing or state.weight_epoch != epoch:
                 continue  # an update ran meanwhile
             expected = (state.weight_epoch, state.fingerprint)
@@ -232,7 +248,7 @@ class Chaos:
     async def _check_end(self) -> None:
         """All replicas are members again, and nothing of any request is left on them."""
         await self._until_members(self.options.replicas)
-        await self._check_members(set(), set())
+        await self._check_members(set())
         for name, report in (await self._witness.ask(self.launcher.names)).items():
             left = (report["running"], report["waiting"], self._blocks - report["available_gpu_block_num"])
             if any(left) or report["holds"]:
@@ -272,9 +288,11 @@ class Chaos:
 
     async def _new_gateway(self) -> None:
         self.ledger.ready.clear()
-        self.gateway = FleetClient(self._config, self.launcher, lambda at: ZmqConnector(at.endpoint, context=self._context))
+        self.gateway = FleetClient(
+            self._config, self.launcher, lambda at: ZmqConnector(at.endpoint, context=self._context)
+        )
         self.gateway.start()
-        await self._until_members(self.options.replicas - 2 * self.options.num_harmed)
+        await self._until_members(self.options.num_needed)
         self.ledger.ready.set()
 
     async def _replace_gateway(self) -> None:
@@ -293,7 +311,7 @@ class Chaos:
             stands = True
         except FastDeployError:
             stands = any(hold == name for _, name in self.gateway.membership.state.holds)
-        await self._check_members({hold} if stands else set(), set() if stands else {hold})
+        await self._check_members({hold} if stands else set())
         if stands:
             await self._resume(hold)
 

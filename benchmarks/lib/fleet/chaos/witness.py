@@ -23,7 +23,9 @@ class Witness:
 
     def __init__(self, placements: Sequence[Placement], context: zmq.asyncio.Context):
         self._clients = {
-            placement.name: EngineClient(ZmqConnector(placement.endpoint, context=context), SILENT_S, kills_stalled=False)
+            placement.name: EngineClient(
+                ZmqConnector(placement.endpoint, context=context), SILENT_S, kills_stalled=False
+            )
             for placement in placements
         }
 
