@@ -70,7 +70,8 @@ class Request:
     computed_before: tokens that were computed before their KV was lost, here or in an earlier, aborted attempt. Where
     they are computed again, they count as recomputed.
     blocks: ids of KV blocks. Grows in place; a new array after the KV was given up.
-    order: (priority, arrival number), smaller first. Preemption takes the largest.
+    order: (priority, time at which it or its session came, arrival number), smaller first.
+    Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
     silent: the client wants no final output (it cancelled the request, or is gone).
     served: the weights that sampled the last token. sampled_by: the index of the first output token of each change of
@@ -92,7 +93,7 @@ class Request:
         "sampling", "scope", "sequence", "served", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
+    def __init__(self, group: Group, choice: int, order: tuple[float, ...], max_output_tokens: int):
         add = group.add
         self.group = group
         self.model = group.model

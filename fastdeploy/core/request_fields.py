@@ -72,6 +72,8 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     group: the id that the client knows, if one HTTP request with several prompts became several AddRequest. Aborting a
         group aborts all of its members. "" = the request_id.
     fingerprint: of the HTTP body, if retain_s is set.
+    session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request
+        takes its place in the queue by this time. 0 = by its own arrival at the engine.
     adapter: name of the adapter that computes the request; "" = the base model.
     """
 
@@ -81,4 +83,5 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     arrival: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     group: str = ""
     fingerprint: str = ""
+    session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     adapter: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fastdeploy.core.errors import DuplicateRequest, FastDeployError, InvalidField, QueueFull, RequestsRejected
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
@@ -36,6 +38,7 @@ class AdmissionControl:
         self._lifecycle = lifecycle
         self._retention = retention
         self._arrivals = 0
+        self._now = 0.0
 
     def add(self, client: str, add: AddRequest) -> None:
         """Accept a request, or attach ``client`` to the retained request of the same id, or reject the request.
@@ -70,7 +73,8 @@ class AdmissionControl:
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
         group = Group(client, add, model)
         self._arrivals += 1
-        order = (add.priority, self._arrivals)
+        self._now = max(self._now, time.time())  # never back: requests without a session stay in their order
+        order = (add.priority, add.session_began or self._now, self._arrivals)
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group
 

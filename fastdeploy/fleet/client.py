@@ -118,11 +118,13 @@ class FleetClient:
         await self.require_engine()
         if request.sampling.seed is None:
             request = replace(request, sampling=request.sampling.seeded())
+        if (seen := self.router.seen(request)).began:
+            request = replace(request, session_began=seen.began)
         holder = await self._holder(request) if request.retain_s > 0 else None
         self._require_unused(request)  # after the wait above, in which another request with this id may have begun
         fingerprint = request.fingerprint if request.retain_s > 0 else ""
         outer = RequestStream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
-        relay = Relay(request, outer, self.router.seen(request), self._dispatcher, self._turn_ended)
+        relay = Relay(request, outer, seen, self._dispatcher, self._turn_ended)
         self._relays[request.request_id] = relay
         self._by_client_id.setdefault(relay.client_id, set()).add(request.request_id)
         try:

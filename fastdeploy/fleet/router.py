@@ -8,6 +8,7 @@ another one by more than the prefix.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import TypeVar
@@ -27,6 +28,7 @@ QUEUED_TOKENS = 480
 MOVE_FACTOR = 1.5  # a session moves if this saves more than the prefix times this factor
 TRUST_STEP = 0.1  # weight of the newest measurement of Replica.trust
 GROUP_CHOICES = 16  # a group stays together until its replica has so many choices more than another one
+GROUP_SLACK = GROUP_CHOICES * CHOICE_TOKENS
 MAX_SESSIONS = 65536
 MAX_GROUPS = 4096
 KEY_TOKENS = 16
@@ -34,12 +36,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Seen:
-    """The newest weight_epoch that a client has seen in a session, or in a request without one."""
+    """What a client has seen in a session, or in a request without one. epoch: the newest weight_epoch. began:
+    time.time() of the first request of the session; 0 = no session."""
 
-    __slots__ = ("epoch",)
+    __slots__ = ("began", "epoch")
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.began = 0.0
 
 
 class Home(Seen):
@@ -109,7 +113,9 @@ class Router:
         """Return what the client of ``request`` has seen."""
         if not request.session:
             return Seen()
-        return _recall(self._sessions, request.session, self._max_sessions)
+        home = _recall(self._sessions, request.session, self._max_sessions)
+        home.began = home.began or time.time()
+        return home
 
     def pick(
         self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
@@ -117,10 +123,14 @@ class Router:
         """Return the route of ``request`` to one of ``replicas`` that serves weights not older than ``epoch``, or None
         if none may have it now. Takes time in proportion to the replicas, unless the session's own is clearly cheap."""
         length = len(request.prompt_token_ids)
-        home, slack = self._home(request)
+        home = _recall(self._sessions, request.session, self._max_sessions) if request.session else None
+        # The first request of a session goes as one without a session: to the other samples of its prompt.
+        near, slack = (
+            (home, 0) if home is not None and home.replica is not None else (self._group(request), GROUP_SLACK)
+        )
         place, cached = None, 0
-        if home.replica is not None and _may_have(home.replica, request, epoch, refused_by):
-            place, cached = home.replica, min(home.tokens, length - 1)
+        if near.replica is not None and _may_have(near.replica, request, epoch, refused_by):
+            place, cached = near.replica, min(near.tokens, length - 1)
             saved = int(cached * place.trust)
             work = cost_at(place)
             bound = int(saved * MOVE_FACTOR) + slack  # a replica with so much less work in front is better
@@ -132,24 +142,24 @@ class Router:
             place = _least_loaded(request, replicas, epoch, refused_by)
         if place is None:
             return None
-        home.replica, home.tokens = place, length
+        near.replica, near.tokens = place, length
+        if home is not None:
+            home.replica, home.tokens = place, length
         prefill = length - int(cached * place.trust)
-        return Route(place, prefill, CHOICE_TOKENS + length // CONTEXT_SHARE, cached if request.session else 0)
+        return Route(place, prefill, CHOICE_TOKENS + length // CONTEXT_SHARE, cached if near is home else 0)
 
     def route_to(self, replica: Replica, request: AddRequest) -> Route:
         """Return a route to ``replica``, which runs the request already or has its result."""
         return Route(replica, 0, CHOICE_TOKENS)
 
-    def _home(self, request: AddRequest) -> tuple[Home, int]:
-        """Return the home of a request, and the cost of a move beside that of the prefix."""
-        if request.session:
-            return _recall(self._sessions, request.session, self._max_sessions), 0
+    def _group(self, request: AddRequest) -> Home:
+        """Return the home of the requests that have the same prompt, or are prompts of the same call."""
         prompt = request.prompt_token_ids
         # The ends of a prompt stand for all of it: a wrong guess costs a prefill.
         key: Hashable = request.group or (
             request.adapter, request.cache_salt, len(prompt), *prompt[:KEY_TOKENS], *prompt[-KEY_TOKENS:]
         )  # fmt: skip
-        return _recall(self._groups, key, MAX_GROUPS), GROUP_CHOICES * CHOICE_TOKENS
+        return _recall(self._groups, key, MAX_GROUPS)
 
     def grown(self, session: str, tokens: int) -> None:
         """Take note that the last turn of ``session`` has ended with ``tokens`` tokens in all."""

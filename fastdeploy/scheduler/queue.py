@@ -10,7 +10,7 @@ from itertools import chain, count
 from fastdeploy.core.request import Request, RequestState
 from fastdeploy.core.scope import Scope, ServedModel
 
-Entry = tuple[tuple[int, int], int, int, Request]
+Entry = tuple[tuple[float, ...], int, int, Request]
 
 
 class Gate(Enum):

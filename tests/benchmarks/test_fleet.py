@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
 
 from benchmarks.fleet import run
 from benchmarks.lib.fleet.engines import FakeEngines
-from benchmarks.lib.fleet.load import COSTS, Figures, Outcome, figures_of, make_sessions, median_of
+from benchmarks.lib.fleet.load import Figures, Outcome, figures_of, median_of
+from benchmarks.lib.fleet.loads import COSTS, ENGINE, Load, Session, Turn, alone_s, make_agents, make_rollouts
+from benchmarks.lib.fleet.policies import POLICIES
 from benchmarks.lib.fleet.runner import Costs, expected_tokens
+from benchmarks.lib.fleet.virtual import run_virtually
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.request_fields import AddRequest
@@ -81,22 +85,48 @@ def test_a_stopped_engine_goes_on_where_it_was(engines):
 
 
 def test_each_seed_has_its_own_sessions_with_a_heavy_tail():
-    sessions = make_sessions(100, seed=1)
-    assert sessions == make_sessions(100, seed=1) != make_sessions(100, seed=2)
+    sessions = make_agents(1, 100)
+    assert make_agents(1, 1) == make_agents(1, 1) != make_agents(2, 1)
     turns = sorted(len(session.turns) for session in sessions)
     assert turns[0] == 2 and turns[50] <= 4 and turns[-1] == 24
     assert 3 * sum(turns[-10:]) > sum(turns), "a tenth of the sessions has more than a third of the turns"
 
 
+def test_the_samples_of_a_rollout_begin_with_their_prompt():
+    sessions = make_rollouts(0, prompts=3, answer=50)
+    firsts = [session.turns[0].new_tokens for session in sessions]
+    assert [firsts.count(first) for first in firsts] == [8] * 24
+    assert len({len(session.turns) for session in sessions}) > 3
+
+
 def test_figures_count_what_was_cached_of_the_history_only():
-    runs = [figures_of([Outcome(3.0, 900, 400, 300), Outcome(1.0, 100, 0, 0)]), Figures(5.0, 4.0, 0.5, 7)]
-    assert runs[0] == Figures(3.0, 2.0, 0.75, 100)
-    assert median_of([*runs, Figures(4.0, 9.0, 0.1, 50)]) == Figures(4.0, 4.0, 0.5, 50)
+    first = figures_of([Outcome(3.0, 9, 900, 400, 300), Outcome(1.0, 2, 100, 0, 0), Outcome(2.0, 2, 100, 0, 0)])
+    assert first == Figures(3.0, 2.0, 2.0, 1.5, 1.0, 0.75, 100)
+    others = [Figures(5.0, 4.0, 4.0, 4.0, 4.0, 0.5, 7), Figures(4.0, 9.0, 9.0, 9.0, 9.0, 0.1, 50)]
+    assert median_of([first, *others]) == Figures(4.0, 4.0, 4.0, 4.0, 4.0, 0.5, 50)
 
 
-@pytest.mark.parametrize("policy", ["ours", "two choices"])
-def test_a_policy_answers_all_turns(policy):
-    figures = asyncio.run(run(policy, replicas=2, sessions=3, seed=0, max_turns=2, costs=FAST))
-    assert figures.longest_s > 0
-    if policy == "ours":
-        assert figures.hit_rate > 0.9
+def small_load(sessions: int, replicas: int) -> Load:
+    return Load(partial(make_agents, num=sessions, max_turns=2), replicas, COSTS, ENGINE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_answers_all_turns(policy):
+    assert run_virtually(run(policy, small_load(2, 2), seed=0)).longest_s > 0
+
+
+def test_equal_runs_in_virtual_time_give_equal_figures():
+    first, second = (run_virtually(run("ours", small_load(4, 2), seed=0)) for _ in range(2))
+    assert first == second and first.hit_rate > 0.9
+
+
+def test_a_session_that_is_alone_takes_as_long_as_computed():
+    load = small_load(1, 1)
+    (session,) = load.make(3)
+    assert run_virtually(run("ours", load, seed=3)).longest_s == pytest.approx(alone_s(session, load), rel=0.03)
+
+
+def test_the_engines_of_real_processes_answer_all_turns():
+    sessions = [Session(f"s{i}", 0.0, [Turn([i + 1] * 50, 4, 0.0)] * 3) for i in range(2)]
+    load = Load(lambda seed: sessions, 2, FAST, ENGINE)
+    assert asyncio.run(run("ours", load, seed=0, real=True)).hit_rate > 0.9

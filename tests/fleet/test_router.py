@@ -52,7 +52,7 @@ def test_a_session_returns_to_its_replica_though_others_are_idle(replicas):
     first = place(router, make_request(session="s"), replicas)
     assert place(router, make_request(1200, session="s"), replicas) == first
     assert place(router, make_request(1500, session="s"), replicas) == first
-    assert place(router, make_request(session="other"), replicas) != first
+    assert place(router, make_request(first=2, session="other"), replicas) != first
 
 
 def test_a_session_moves_when_the_wait_is_clearly_longer_than_its_prefix(replicas):
@@ -99,6 +99,23 @@ def test_equal_prompts_and_the_members_of_a_group_stay_together(replicas):
     assert len(others) == 1
     many = [place(router, make_request(10), replicas) for _ in range(8 * GROUP_CHOICES)]
     assert set(many) == {"r0", "r1", "r2", "r3"}, "a group that is too large for one replica is spread"
+
+
+def test_the_first_requests_of_sessions_with_one_prompt_stay_together(replicas):
+    router = Router()
+    samples = {place(router, make_request(4000, session=f"s{i}"), replicas) for i in range(4)}
+    assert len(samples) == 1
+    assert place(router, make_request(4000, first=2, session="other"), replicas) not in samples
+    home = samples.pop()
+    assert place(router, make_request(4100, first=3, session="s0"), replicas) == home, "then a session has its own home"
+
+
+def test_every_request_of_a_session_has_the_place_in_the_queue_of_the_first(replicas):
+    router = Router()
+    old = router.seen(make_request(session="old")).began
+    assert 0 < old <= router.seen(make_request(session="young")).began
+    assert router.seen(make_request(5000, session="old")).began == old
+    assert router.seen(make_request()).began == 0
 
 
 def test_no_replica_with_older_weights_than_the_client_has_seen(replicas):

@@ -26,6 +26,20 @@ def test_first_come_first_served_within_a_priority_and_smaller_priorities_first(
     assert finished == names
 
 
+def test_a_request_of_an_older_session_goes_before_those_that_came_earlier():
+    h = Harness(max_num_seqs=1)
+    h.add("now", [1], max_tokens=3)
+    h.run_rounds()
+    for name, fields in (("plain", {}), ("young", {"session_began": 20.0}), ("old", {"session_began": 10.0})):
+        h.add(name, [2], max_tokens=2, **fields)
+    h.add("urgent", [2], max_tokens=2, priority=-1)
+    names, finished = ["now", "urgent", "old", "young", "plain"], []
+    for _ in range(20):
+        h.run_rounds()
+        finished += [n for n in reversed(names) if h.stream(n).finals and n not in finished]
+    assert finished == names
+
+
 def test_the_last_request_in_order_is_preempted_and_computes_the_same_tokens():
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
     for name, priority in (("a", 0), ("b", 0), ("low", 3), ("c", 0)):

@@ -12,6 +12,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.client import FleetClient
 
+
 @dataclass
 class Outcome:
     """Of one session, in tokens and seconds. known: prompt tokens that an earlier turn had, too. hits: of all prompts,

@@ -23,8 +23,8 @@ from benchmarks.lib.fleet.runner import Costs
 
 # A dense model of 32 billion parameters in bfloat16, with 64 layers and 8 heads of 128 for keys and values, on one H200
 # (990 TFLOP/s, 4.8 TB/s, 141 GB): a step reads 64 GB (13.4 ms), a prompt token takes 2 * 32e9 FLOP at half of the peak,
-# and a token of context is 262 kB to read. 0.2 ms for each sequence are sampling and Python. 60 % of the memory, without
-# the weights, are 80,000 tokens of KV.
+# and a token of context is 262 kB to read. 0.2 ms for each sequence are sampling and Python. 60 % of the memory less
+# the weights are 80,000 tokens of KV.
 COSTS = Costs(
     step_s=0.0134,
     prompt_s=0.00013,
@@ -52,7 +52,6 @@ class Session:
     name: str
     start_s: float
     turns: list[Turn]
-
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,18 @@ from itertools import count
 
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.router import Route, Router
+from fastdeploy.fleet.router import Route, Router, Seen
 
 POINTS = 128  # of each replica on the ring
 
 
 class _Policy(Router):
+    def seen(self, request: AddRequest) -> Seen:
+        """Return what the client has seen, without the place in the queue that our router gives."""
+        seen = super().seen(request)
+        seen.began = 0.0
+        return seen
+
     def pick(
         self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
     ) -> Route | None:
