@@ -297,13 +297,25 @@ class Membership:
 
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, without a call of this gateway."""
-        state = self.state
+        state, replica.seen_revision = self.state, revision
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
         if replica.weight_epoch != state.weight_epoch:
             self.fence(
                 replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}"
             )
+        else:
+            self._fence_those_without_weights(revision)
+
+    def _fence_those_without_weights(self, revision: int) -> None:
+        """Fence the members that have lost their weights in an update in place that failed, if another member still has
+        them. If none has, all members stay held until new weights are published."""
+        fresh = [replica for replica in self.quorum if replica.seen_revision == revision and replica.report]
+        if not any(self._joiner.has_weights(replica) for replica in fresh):
+            return
+        for replica in fresh:
+            if replica.report["fingerprint"] is None and "weight" not in replica.report["asleep"]:
+                self.fence(replica, "it has lost its weights in an update in place that failed")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
