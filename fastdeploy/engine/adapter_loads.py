@@ -9,7 +9,7 @@ from fastdeploy.engine.adapter_reads import Packed
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
-PREPARED_S = 60.0  # time in which the end of a prepared load must be called
+PREPARED_S = 60.0  # the end of a prepared load must be called in this time and twice the load's time-out
 
 
 @dataclass
@@ -46,8 +46,9 @@ class Load:
     expires_at: float = 0.0
 
     def prepared(self, packed: Packed, now: float) -> None:
-        """Keep the result for the end of the load, and answer the call."""
-        self.packed, self.expires_at = packed, now + PREPARED_S
+        """Keep the result for the end of the load, and answer the call. Other replicas may still read and pack the
+        adapter, each within the time-out, before a gateway ends the load."""
+        self.packed, self.expires_at = packed, now + 2 * self.timeout_s + PREPARED_S
         answer, self.answer = self.answer, None
         assert answer is not None
         answer({"lora_name": self.args.lora_name, "status": "prepared"}, None)

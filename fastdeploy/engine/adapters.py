@@ -30,7 +30,7 @@ from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapter_checks import AdapterChecks, check_adapter_epoch, not_found
-from fastdeploy.engine.adapter_loads import PREPARED_S, Adapter, Load
+from fastdeploy.engine.adapter_loads import Adapter, Load
 from fastdeploy.engine.adapter_reads import AdapterReads, Packed
 from fastdeploy.engine.adapter_store import AdapterStore
 from fastdeploy.engine.delivery import Answer
@@ -270,7 +270,7 @@ class AdapterRegistry:
     def _forget_expired(self) -> None:
         now = self._clock()
         for load in [load for load in self._loads.values() if load.packed is not None and load.expires_at <= now]:
-            log.warning("the prepared load of adapter %r was not ended in %g s", load.args.lora_name, PREPARED_S)
+            log.warning("the prepared load of adapter %r was not ended in time", load.args.lora_name)
             self._refuse(load, WrongOrder("the prepared load was not ended in time"))
         self._first_expiry = self._find_first_expiry()
 

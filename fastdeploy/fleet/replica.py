@@ -71,7 +71,8 @@ class Replica:
     after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router). slots:
     choices in one batch. trust: the part of a session's prefix that is found there, from 0 to 1, as measured.
     adapters: names that are loaded; None = not known. weight_epoch, version: of the weights that it serves, as of the
-    last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last loss, fence or
+    last answered call. report: its last answer to LeadArgs or FleetStateArgs. seen_revision: of the fleet's state at
+    the last renewal of the lease; -1 = none, or the state was changing. why: reason of the last loss, fence or
     failed join. drains: it shall get no new requests, also when it joins again. changed(replica): called after each
     change of the state. lost(replica, error): called when its engine is lost, after the change of the state and before
     its open requests fail."""
@@ -94,6 +95,7 @@ class Replica:
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}
+        self.seen_revision = -1
         self.drains = False
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there
