@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pause and resume of idle replicas; {before} before, {load_average()} after")
         print(table(rows))
         return 0
+    logging.getLogger("benchmarks").setLevel(logging.ERROR)
     options = Options(
         args.replicas,
         args.pauses,

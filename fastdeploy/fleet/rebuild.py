@@ -60,7 +60,9 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
     same = [r for r in ours or reports if r["weight_epoch"] == serving["weight_epoch"]]
     slack_s = TTL_MARGIN_S if ours else 0.0  # without a gateway, nobody ended the holds but the engines
     holds: dict[tuple[str, str], FleetHold] = {}
-    for report in ours or reports:
+    # A hold that a caller was told of is on every member, so on every engine with the newest weights. A hold that only
+    # an engine with older weights has was released without it, while it was fenced.
+    for report in same:
         for hold in report["holds"]:
             if hold["placed_by"] != SYSTEM:
                 _add_hold(holds, hold, now, slack_s)

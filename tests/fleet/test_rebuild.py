@@ -59,6 +59,12 @@ def test_a_hold_of_one_engine_is_a_hold_of_the_fleet():
     assert state.holds["engine", "trainer"].expires_at is None
 
 
+def test_a_hold_of_an_engine_with_old_weights_is_over():
+    """Such an engine was fenced. The others released the hold without it."""
+    reports = [report(epoch=1, holds=[hold("old"), hold("new")]), report(epoch=2, holds=[hold("new")]), report(epoch=2)]
+    assert set(rebuild(FLEET, reports, NOW).holds) == {("engine", "new")}
+
+
 def test_of_two_holds_of_one_name_the_stronger_terms_and_the_later_end_stand():
     weak = hold(mode="wait", ttl_left_s=TTL_MARGIN_S + 5.0)
     strong = hold(mode="abort", admission="reject", ttl_left_s=TTL_MARGIN_S + 2.0)
