@@ -6,8 +6,10 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import httpx
 from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import Reader, RequestStream
@@ -19,6 +21,7 @@ from fastdeploy.fleet.dispatch import Dispatcher, merged_aborts
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.relay import Relay
+from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
@@ -182,6 +185,13 @@ class FleetClient:
         finally:
             self._dispatcher.kick()  # the replicas may have newer weights now
         return merged_aborts(result, ended) if ended else result
+
+    def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
+        """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
+        ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
+        self.membership.leadership.require()
+        member = next(iter(self.membership.quorum), None)
+        return self.membership.hosts.exported(member) if member is not None and is_remote(member) else None
 
     def _abort_waiting(self, args: m.AbortArgs) -> dict[str, int]:
         """End what an abort finds at no replica. Return the numbers of tokens by the ids that clients know."""
