@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdeploy.client.engine_client import result_of
-from fastdeploy.core.errors import FastDeployError, NotLeader
+from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.rebuild import Report, fleet_of, new_fleet
 from fastdeploy.fleet.replica import Replica
@@ -65,8 +65,10 @@ class Leadership:
         self._moved.set()
 
     def require(self) -> None:
-        """Raise NotLeader unless this gateway leads."""
+        """Raise NotLeader unless this gateway leads, or EngineDead if it has seen no engine yet."""
         if not self.leads:
+            if not self.term:
+                raise EngineDead(self.why)
             raise NotLeader(self.why, controller=self.controller, term=self.term)
 
     def depose(self, why: str) -> None:

@@ -67,7 +67,8 @@ class RemoteHosts:
             body = _pieces(fd, offset, nbytes)
             headers = {"Content-Length": str(nbytes), "Content-Type": "application/octet-stream"}
             async with self._reply(replica, "POST", SPOOL, content=body, headers=headers) as reply:
-                path = await _first_line(replica, reply)
+                lines = reply.aiter_lines()  # its end closes the connection, so it must live as long as the block
+                path = await _first_path(replica, lines)
                 yield replace(source, path=path, offset=0) if isinstance(source, StreamSource) else FileSource(path)
 
     @contextlib.asynccontextmanager
@@ -120,13 +121,13 @@ def _error(replica: Replica, status: int, body: bytes) -> FastDeployError:
     return from_wire(code, f"replica {replica.name}: {message}", {})
 
 
-async def _first_line(replica: Replica, reply: httpx.Response) -> str:
-    """Return the path in the first line of the answer to SPOOL. The answer goes on."""
-    async for line in reply.aiter_lines():
-        if line:
-            path: str = msgspec.json.decode(line)["path"]
-            return path
-    raise EngineDead(f"replica {replica.name}: {replica.placement.url} has not named its file")
+async def _first_path(replica: Replica, lines: AsyncIterator[str]) -> str:
+    """Return the path in the first of the ``lines`` of an answer to SPOOL. The answer goes on."""
+    try:
+        path: str = msgspec.json.decode(await anext(lines))["path"]
+    except (StopAsyncIteration, msgspec.DecodeError, TypeError, KeyError) as error:
+        raise EngineDead(f"replica {replica.name}: {replica.placement.url} has not named its file") from error
+    return path
 
 
 @contextlib.contextmanager

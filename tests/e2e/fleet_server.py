@@ -61,3 +61,11 @@ class FleetServer(Server):
         """Ask the replica's own API server, and return the result of a native control call."""
         with urlopen(self.replicas()[name]["url"] + path, timeout=30) as reply:
             return json.load(reply)["result"]
+
+
+class Gateway(FleetServer):
+    """``fastdeploy fleet`` that starts no replica. num: of the replicas that ``flags`` name and that join."""
+
+    def __init__(self, num: int, *flags: str):
+        Server.__init__(self, *flags)
+        self.num = num

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from e2e.fleet_server import FleetServer
+from e2e.fleet_server import FleetServer, Gateway
 from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, until
 
 NAMES = ["replica-0", "replica-1"]
@@ -190,7 +190,7 @@ def test_a_gateway_of_its_own_serves_replicas_that_run_elsewhere(tmp_path):
     where = f"tcp://127.0.0.1:{free_port()}"
     with (
         Server(*SMALL, "--fleet-endpoint", where, "--fleet-key-file", str(key)) as replica,
-        Gateway("--replica", f"{where}={replica.url}", "--fleet-key-file", str(key)) as fleet,
+        Gateway(1, "--replica", f"{where}={replica.url}", "--fleet-key-file", str(key)) as fleet,
     ):
         [entry] = fleet.replicas().values()
         assert (entry["url"], entry["state"]) == (replica.url, "member")
@@ -198,14 +198,6 @@ def test_a_gateway_of_its_own_serves_replicas_that_run_elsewhere(tmp_path):
         assert tokens == replica.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
         assert fleet.stop() == 0
         assert replica.get("/ready").status == 200, "a gateway that ends leaves the replicas alone"
-
-
-class Gateway(FleetServer):
-    """``fastdeploy fleet`` that starts no replica."""
-
-    def __init__(self, *flags: str):
-        Server.__init__(self, *flags)
-        self.num = 1
 
 
 @pytest.mark.slow

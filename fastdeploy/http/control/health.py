@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from fastdeploy import __version__
-from fastdeploy.core.errors import EngineError
+from fastdeploy.core.errors import EngineError, NotLeader
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.errors import json_response
@@ -34,7 +34,7 @@ def health_router(context: ServingContext) -> APIRouter:
         """Answer 503 with a reason while new requests are refused. A pause that holds new requests refuses none."""
         try:
             status = await client.call(m.PauseStatusArgs())
-        except EngineError as error:
+        except (EngineError, NotLeader) as error:
             return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
         if not client.connected.is_set():  # a gateway that does not lead answers reads only
             return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})

@@ -10,16 +10,19 @@ from io import FileIO
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import UpdateInProgress
 from fastdeploy.core.safe_files import open_regular
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.inter_communicator.messages import ExportWeightsArgs
 
 PIECE_BYTES = 1 << 20
+PASSED_ON = ("content-length", "x-weight-")  # headers of a replica's answer
 PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they are in X-Weight-Version
 
 
@@ -29,7 +32,10 @@ def export_router(context: ServingContext) -> APIRouter:
     @router.get("/v1/weights/export")
     async def export_weights(request: Request) -> Response:
         """Answer the weights that serve, with the names of the checkpoint and in the serving dtype. Headers:
-        X-Weight-Epoch, X-Weight-Version (percent-encoded) and X-Weight-Fingerprint. Steps go on meanwhile."""
+        X-Weight-Epoch, X-Weight-Version (percent-encoded) and X-Weight-Fingerprint. Steps go on meanwhile. The gateway
+        of a fleet answers the weights of one replica."""
+        if isinstance(context.client, FleetClient) and (answer := context.client.remote_export()) is not None:
+            return await _passed_on(answer)
         export = await _export(context.client)
         headers = {
             "Content-Length": str(export["nbytes"]),
@@ -41,6 +47,21 @@ def export_router(context: ServingContext) -> APIRouter:
         return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
 
     return router
+
+
+async def _passed_on(export: contextlib.AbstractAsyncContextManager[httpx.Response]) -> Response:
+    """Return the answer of a replica on another host, which is passed on as it comes."""
+    async with contextlib.AsyncExitStack() as stack:
+        reply = await stack.enter_async_context(export)
+        headers = {name: value for name, value in reply.headers.items() if name.startswith(PASSED_ON)}
+        pieces = _received(reply, stack.pop_all())
+        return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+
+
+async def _received(reply: httpx.Response, stack: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
+    async with stack:
+        async for piece in reply.aiter_bytes(PIECE_BYTES):
+            yield piece
 
 
 async def _export(client: ServingClient) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A server with the embedded model in float32."""
+"""A server, or a fleet, with the embedded model in float32."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from e2e.fleet_server import server_of
 from e2e.server import Server
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["serve", pytest.param("fleet", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A test leaves the server with any weights of the embedded model's shapes, under any version, and not paused."""
-    server = Server("--dtype", "float32", "--num-gpu-blocks-override", "2048").wait_ready()
+    server = server_of(request.param, "--dtype", "float32", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
     server.stop()
     server.remove()

@@ -1,6 +1,6 @@
 """verl's own client, server manager, load balancer and checkpoint manager, unmodified, with our replica class and
-checkpoint engine and two real servers. Needs an environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks, made by
-`make test-slow`."""
+checkpoint engine and two real servers, or the gateway of a fleet of two. Needs an environment with verl:
+FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from e2e.fleet_server import FleetServer
 from e2e.server import Server, perturbed
 from fastdeploy.embedded import MODEL_DIR
 
@@ -21,11 +22,12 @@ PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["servers", "fleet"])
+def report(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, Any]:
     """The report of verl_child.py."""
     weights = perturbed(tmp_path_factory.mktemp("weights") / "policy-7") / "model.safetensors"
-    servers = [Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") for _ in range(2)]
+    flags = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024")
+    servers = [FleetServer(2, *flags)] if request.param == "fleet" else [Server(*flags) for _ in range(2)]
     try:
         urls = [server.wait_ready().url for server in servers]
         child = subprocess.run(
