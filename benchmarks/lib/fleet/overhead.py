@@ -18,6 +18,7 @@ from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.fleet.replica import Replica, ReplicaState
+from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
 
 STREAMS, STEPS, RUNS = 32, 200, 15
@@ -73,6 +74,19 @@ async def measure(client: EngineClient | FleetClient, engine: EngineClient | Non
     return submit * 1e6, token / (STEPS * STREAMS) * 1e6
 
 
+def measure_pick(fleet: FleetClient, session: str) -> float:
+    """Return the microseconds of a pick alone. session: "" = new prompts without one, which look
+    at every replica."""
+    replicas, router = fleet.membership.open, Router()
+    adds = [AddRequest("r", [i] * 512, SamplingParams(), session=session and f"{session}{i}") for i in range(STREAMS)]
+    for add in adds if session else ():
+        router.pick(add, replicas)  # a session gets its home
+    began = time.perf_counter()
+    for add in adds:
+        router.pick(add, replicas)
+    return (time.perf_counter() - began) / STREAMS * 1e6
+
+
 async def main() -> None:
     engine = connect(EngineClient(cast(Connector, None)))
     one, fleets = make_fleet(1), {num: make_fleet(num) for num in (8, 256)}
@@ -88,6 +102,10 @@ async def main() -> None:
                 rows.setdefault(name, []).append(await measure(fleet, None, session))
                 for replica in fleet.membership.replicas.values():
                     replica.client._cancelled.clear()
+    for num, fleet in fleets.items():
+        for session in ("", "s"):
+            pick = statistics.median(measure_pick(fleet, session) for _ in range(RUNS))
+            print(f"a pick alone, {num} replicas, {'sessions' if session else 'no sessions'}: {pick:.1f} us")
     for name, values in rows.items():
         submit, token = (statistics.median(value[k] for value in values) for k in (0, 1))
         print(f"{name:40} submit {submit:7.1f} us" + (f"   token {token:6.2f} us" if token else ""))
