@@ -204,7 +204,13 @@ class FleetClient:
             self._dispatcher.kick()  # the replicas may have newer weights now
         return with_ended(args, result, ended)
 
-<<<<<<< HEAD
+    def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
+        """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
+        ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
+        self.membership.leadership.require()
+        member = next(iter(self.membership.quorum), None)
+        return self.membership.hosts.exported(member) if member is not None and is_remote(member) else None
+
     def _end_waiting(self, args: m.Args) -> dict[str, Ended]:
         """End what a call must end and finds at no replica. In one turn of the event loop with the sending of the call,
         so nothing that waits goes to a replica behind the call."""
@@ -213,28 +219,6 @@ class FleetClient:
         for relay, waited in parts.items():
             if not relay.parts:
                 self._dispatcher.forget(waited)
-=======
-    def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
-        """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
-        ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
-        self.membership.leadership.require()
-        member = next(iter(self.membership.quorum), None)
-        return self.membership.hosts.exported(member) if member is not None and is_remote(member) else None
-
-    def _abort_waiting(self, args: m.AbortArgs) -> dict[str, int]:
-        """End what an abort finds at no replica. Return the numbers of tokens by the ids that clients know."""
-        ended: dict[str, int] = {}
-        for relay in list(self._relays.values()):
-            named = args.request_ids is not None and relay.client_id in args.request_ids
-            of_adapter = args.lora_name is not None and args.lora_name == relay.request.adapter
-            if not relay.parts or not (named or of_adapter or args.abort_all):
-                continue
-            choices = [k for part in relay.parts for k in part.open_choices]
-            self._dispatcher.forget(relay.parts)
-            relay.parts.clear()
-            ended[relay.client_id] = ended.get(relay.client_id, 0) + sum(len(relay.tokens[k]) for k in choices)
-            relay.end(choices, "aborted by request")
->>>>>>> clients
         return ended
 
     async def abort_open(self, bound_s: float) -> None:
