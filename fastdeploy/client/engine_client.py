@@ -328,18 +328,19 @@ class EngineClient:
 
     # ------------------------------------------------------------------ control
 
-    def post(self, args: m.Args) -> asyncio.Future[m.Reply]:
+    def post(self, args: m.Args, change: int = 0) -> asyncio.Future[m.Reply]:
         """Send a control call at once, without waiting for an engine, and return the future of its answer. So calls to
-        several engines are sent in one order everywhere. Raises EngineDead if no engine is connected; the future gets
-        EngineDead or EngineStalled as soon as the engine is lost."""
+        several engines are sent in one order everywhere. change: see messages.Call. Raises EngineDead if no engine is
+        connected; the future gets EngineDead or EngineStalled as soon as the engine is lost."""
         if not self.connected.is_set():
             raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
-        return self._post(args)[1]
+        return self._post(args, change)[1]
 
-    def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
+    def _post(self, args: m.Args, change: int = 0) -> tuple[int, asyncio.Future[m.Reply]]:
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._next_call += 1
-        self._send(m.Call(call_id=self._next_call, args=args))  # raises if it cannot be encoded: then no future is kept
+        # Raises if the call cannot be encoded: then no future is kept.
+        self._send(m.Call(call_id=self._next_call, args=args, change=change))
         self._calls[self._next_call] = future
         return self._next_call, future
 

@@ -315,6 +315,7 @@ class CommonEngine:
 
         try:
             self.leadership.check(call.args, client)
+            self.leadership.note_change(call.change, client)
             kind = type(call.args)
             if kind in self._on_call:
                 result = self._on_call[kind](call.args, answer)

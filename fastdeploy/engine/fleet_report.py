@@ -32,6 +32,7 @@ class FleetReport:
         scheduler, pause = self._scheduler, self._scopes.whole_pause
         return {
             **self._leadership.describe(),
+            "last_change": list(self._leadership.last_change),
             **self._scopes.whole.weights_label(),
             "fingerprint": self._runner.fingerprint,
             "phase": pause.phase.value,

@@ -63,7 +63,7 @@ ACCESS: dict[type, Access] = {
 
 class Leadership:
     """The connection that leads, with its term and its lease. clock: monotonic seconds. clients: those that are
-    connected."""
+    connected. last_change: (term, number) of the last change of the fleet that came, see messages.Call."""
 
     def __init__(self, clock: Callable[[], float], clients: Container[str]):
         self._clock = clock
@@ -71,6 +71,7 @@ class Leadership:
         self.fleet = ""
         self.controller = ""
         self.term = 0
+        self.last_change = (0, 0)
         self._client = ""
         self._expires_at = 0.0
 
@@ -107,6 +108,11 @@ class Leadership:
             case Access.OWN_REQUESTS, m.AbortArgs(request_ids=list(), abort_all=False, lora_name=None):
                 return
         raise self._refusal("this call changes the state of the engine")
+
+    def note_change(self, change: int, client: str) -> None:
+        """Note that a call of the leader has come as a change of the whole fleet. 0 = it is none."""
+        if change and client == self._client:
+            self.last_change = max(self.last_change, (self.term, change))
 
     def describe(self) -> dict[str, Any]:
         """Return {"fleet", "controller", "term"}."""

@@ -89,6 +89,11 @@ class Leadership:
                 self.depose(error.message)
             raise
 
+    def confirm(self, replica: Replica, change: int) -> None:
+        """Tell an engine that has just joined which change of the fleet it has."""
+        answer = replica.client.post(self._args(), change)
+        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+
     async def run(self) -> None:
         """Lead, and lead again after each time that another gateway led, until this is cancelled."""
         while True:

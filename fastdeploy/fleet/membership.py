@@ -263,6 +263,7 @@ class Membership:
                 # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet since.
                 replica.failures, replica.why = 0, ""
                 replica.advance(ReplicaEvent.JOINED)
+                self.leadership.confirm(replica, state.changes)
                 if replica.drains:
                     replica.advance(ReplicaEvent.DRAIN)
                 return

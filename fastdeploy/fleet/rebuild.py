@@ -3,7 +3,9 @@ one that has died. Nothing here talks to an engine.
 
 A call that the dead gateway left half done ends like this. A pause that reached some engines stands on all. A commit
 that reached some engines is made up for on the others, which join with the newer weights. A release that reached some
-engines is undone, because a hold must never be lost. A sleep that reached some is undone.
+engines is made on all. A sleep that reached some, and is not done on all of these, is undone.
+
+An engine that missed the last change of the fleet has no say about holds and adapters (messages.Call.change).
 """
 
 from __future__ import annotations
@@ -58,15 +60,17 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
     ours = [report for report in reports if report["fleet"] == fleet]
     serving = reference(fleet, reports)
     same = [r for r in ours or reports if r["weight_epoch"] == serving["weight_epoch"]]
+    last = max(tuple(report["last_change"]) for report in same)
+    current = [report for report in same if tuple(report["last_change"]) == last]
     slack_s = TTL_MARGIN_S if ours else 0.0  # without a gateway, nobody ended the holds but the engines
     holds: dict[tuple[str, str], FleetHold] = {}
-    # A hold that a caller was told of is on every member, so on every engine with the newest weights. A hold that only
-    # an engine with older weights has was released without it, while it was fenced.
-    for report in same:
+    # An engine that lacks the last change was fenced, or had just joined. A hold that only such engines have was
+    # released without them.
+    for report in current:
         for hold in report["holds"]:
             if hold["placed_by"] != SYSTEM:
                 _add_hold(holds, hold, now, slack_s)
-    for hold in [hold for report in same for hold in report["holds"]]:
+    for hold in [hold for report in current for hold in report["holds"]]:
         if hold["placed_by"] == SYSTEM and hold["id"] == REPUBLISH:
             holds[WHOLE_ENGINE, REPUBLISH] = republish_hold()
     return FleetState(
@@ -74,9 +78,10 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
         version=serving["version"],
         fingerprint=serving["fingerprint"],
         holds=holds,
-        adapters=_adapters(ours or reports),
+        adapters=_adapters(current),
         boot_id=fleet,
-        asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in same)))),
+        asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in current)))),
+        changes=last[1],
     )
 
 

@@ -52,6 +52,8 @@ class RunningCall:
         self._acting = False
         self._over = False
         self._phase: Phase | None = None
+        self._step: Step | None = None  # that is being sent, and its number (see messages.Call)
+        self._change = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._patient_until = 0.0
         self._began = self._loop.time()
@@ -104,8 +106,11 @@ class RunningCall:
         if not calls:
             self._act(self._transaction.answer(name, step, True))
             return
+        if step is not self._step and self._plan.rule is not Rule.READ:
+            self._plan.state.changes += 1
+            self._step, self._change = step, self._plan.state.changes
         try:
-            futures = [self._replicas[name].client.post(args) for args in calls]
+            futures = [self._replicas[name].client.post(args, self._change) for args in calls]
         except EngineError as error:  # not connected
             self._act(self._transaction.lose(name, error.message))
             return

@@ -58,8 +58,8 @@ class FleetState:
     may be gone. holds: by (scope, id). adapters: by name, with the adapter epoch that serves. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
     last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
-    order: counts the calls that were sent. num_anonymous: counts anonymous holds. boot_id: of the fleet; another one
-    means that its weights were lost.
+    order: counts the calls that were sent. changes: counts the steps of calls that change the fleet. num_anonymous:
+    counts anonymous holds. boot_id: of the fleet; another one means that its weights were lost.
     """
 
     weight_epoch: int = 0
@@ -74,6 +74,7 @@ class FleetState:
     last_epoch: int = 0
     sessions: dict[str, FleetSession] = field(default_factory=dict)
     order: int = 0
+    changes: int = 0
     num_anonymous: int = 0
     boot_id: str = ""
 
@@ -102,6 +103,7 @@ class FleetState:
         self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
         self.asleep, self.boot_id = other.asleep, other.boot_id
+        self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
 

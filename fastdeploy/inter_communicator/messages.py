@@ -36,10 +36,13 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A control call. The answer is exactly one Reply with the same call_id."""
+    """A control call. The answer is exactly one Reply with the same call_id. change: numbers the changes that the
+    gateway of a fleet sends to all members, from 1; 0 = no such change. The engine tells the last one that it has got,
+    so that a later gateway can tell an engine that missed changes."""
 
     call_id: int
     args: Args
+    change: int = 0
 
 
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -335,8 +338,8 @@ class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
     PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "adapter_copies": {name: folder on the
     engine's host}, "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running", "waiting":
-    numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is "" and "term" 0 as long as no gateway
-    has led."""
+    numbers of choices, "available_gpu_block_num", "max_num_seqs", "last_change": [term, number] of the last change
+    that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has led."""
 
 
 class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
 from fastdeploy.fleet.rebuild import fleet_of, new_fleet, rebuild, reference
@@ -14,7 +16,7 @@ NOW = 1000.0
 
 def report(fleet: str = FLEET, epoch: int = 0, fingerprint: str | None = "f0", **fields: Any) -> dict[str, Any]:
     label = {"version": str(epoch), "weight_epoch": epoch, "fingerprint": fingerprint}
-    lists: dict[str, Any] = {"holds": [], "adapters": [], "asleep": []}
+    lists: dict[str, Any] = {"holds": [], "adapters": [], "asleep": [], "last_change": [1, 7]}
     return {"fleet": fleet, "controller": "c", "term": 1, **label, **lists, **fields}
 
 
@@ -63,6 +65,16 @@ def test_a_hold_of_an_engine_with_old_weights_is_over():
     """Such an engine was fenced. The others released the hold without it."""
     reports = [report(epoch=1, holds=[hold("old"), hold("new")]), report(epoch=2, holds=[hold("new")]), report(epoch=2)]
     assert set(rebuild(FLEET, reports, NOW).holds) == {("engine", "new")}
+
+
+@pytest.mark.parametrize("missed", [[1, 6], [0, 0], [0, 9]])
+def test_an_engine_that_missed_the_last_change_has_no_say_about_holds_and_adapters(missed):
+    """Such an engine was fenced, but lives on. The others have released its hold and unloaded its adapter."""
+    late = report(last_change=missed, holds=[hold("old")], adapters=[adapter("a", 1)], asleep=["kv_cache"])
+    state = rebuild(FLEET, [late, report(holds=[hold("new")], asleep=["kv_cache", "weight"])], NOW)
+    assert (set(state.holds), state.adapters, state.changes) == ({("engine", "new")}, {}, 7)
+    assert state.asleep == ("kv_cache", "weight")
+    assert set(rebuild(FLEET, [late], NOW).holds) == {("engine", "old")}, "nobody else is left"
 
 
 def test_of_two_holds_of_one_name_the_stronger_terms_and_the_later_end_stand():
