@@ -4,8 +4,9 @@ rollouts: the rollout of a GRPO step with tools, 64 sessions for each replica, w
 Eight samples of each prompt begin at once. small rollouts: 16 sessions for each replica. Public traces give the shape:
 the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079), sessions
 of coding agents have 3 to more than 1,000 requests with about 150 output tokens (semianalysisai/cc-traces on Hugging
-Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999). The answers of rollouts have half of
-these tokens, and no session has more than 24 turns, so that a run takes seconds.
+Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999). The answers of rollouts have 75 tokens
+on average, and no session has more than 24 turns, so that a run takes seconds. The number of sessions for each replica
+is our own choice: with 64, the replicas are full, and with 16, the longest session takes little longer than alone.
 agents, crowded agents: single sessions of agents with short answers, on replicas with little memory.
 """
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.plan import Sampled, StepPlan, StepResult
+from fastdeploy.core.plan import NonFinite, Sampled, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
@@ -23,6 +24,7 @@ from fastdeploy.inter_communicator.inproc_transport import InprocConnection, Inp
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 QUIET_S = 1e6  # no heartbeats are sent: longer than any run
 
 
@@ -48,7 +50,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Args], object], *args: *Args, context: Context | None = None
+    ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
 
@@ -70,7 +74,7 @@ class InstantRunner(SleepingRunner):
         cost = self._costs.of(plan)
         self.spent_s += cost
         first, vocabulary = plan.step_id * len(plan.chunks), self._costs.vocab_size - 1
-        sampled = [
+        sampled: list[Sampled | NonFinite | None] = [
             Sampled(1 + (first + i) % vocabulary, None) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
         ]
         return StepResult(plan.step_id, sampled, cost)
