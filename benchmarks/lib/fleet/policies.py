@@ -53,6 +53,13 @@ class ConsistentHashing(_Policy):
         return replicas[ring[at][1]]
 
 
+class OrderedHashing(ConsistentHashing):
+    """Consistent hashing with our order in the queues: it shows what the choice of the replica adds to the order."""
+
+    def seen(self, request: AddRequest) -> Seen:
+        return Router.seen(self, request)
+
+
 class TwoChoices(_Policy):
     """The less loaded of two random replicas, for each request."""
 
@@ -68,6 +75,7 @@ POLICIES: dict[str, type[Router]] = {
     "ours": Router,
     "round robin": RoundRobin,
     "consistent hashing": ConsistentHashing,
+    "hashing, our order": OrderedHashing,
     "two choices": TwoChoices,
 }
 
