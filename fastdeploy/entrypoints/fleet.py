@@ -26,7 +26,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.host import host_id
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
-from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, ProcessTree
+from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, BackOff, ProcessTree
 from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
 from fastdeploy.fleet.config import FleetConfig
@@ -41,13 +41,15 @@ logger = logging.getLogger(__name__)
 GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"
 THREADS = "FASTDEPLOY_CPU_THREADS"
+MAX_GATEWAY_DELAY_S = 2.0  # before a gateway that died is replaced
 
 
 class Fleet(ProcessTree):
-    """The parent process. num_replicas: started here, each with ``engine_config`` and its share of this host's cores
-    and free memory. spec: of replicas that run elsewhere; None = those started here. fleet_key: for the gateway.
-    engine_module, first_delay_s: see Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the
-    other half."""
+    """The parent process. A replica whose own process is silent for stall_s is killed, and started again.
+
+    num_replicas: started here, each with ``engine_config`` and its share of this host's cores and free memory. spec: of
+    replicas that run elsewhere; None = those started here. fleet_key: for the gateway. engine_module, first_delay_s:
+    see Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the other half."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Fleet(ProcessTree):
         first_delay_s: float = FIRST_DELAY_S,
     ):
         super().__init__(serve_config.shutdown_s, first_delay_s)
+        self._back_offs[GATEWAY] = BackOff(first_delay_s, MAX_GATEWAY_DELAY_S)
         self._engine_config = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
         self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
         self._fleet_config = fleet_config
@@ -233,6 +236,9 @@ class Fleet(ProcessTree):
         self._send(self._placements())
         if child := self._children.get(name):
             child.signal(signal.SIGTERM)
+            self._kill_after(
+                child, self._shutdown_s, f"it was removed, and has not ended within {self._shutdown_s:g} s"
+            )
 
     # ------------------------------------------------------------------ events of children
 
@@ -240,6 +246,9 @@ class Fleet(ProcessTree):
         match event["event"]:
             case "refused":
                 self._on_refused(child, event["why"])
+            case "alive" if child.name in self._replicas:  # a removed one has another timer
+                stall_s = self._config.stall_s
+                self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
             case "up":
                 child.ready_since = time.monotonic()
             case "ready" | "serving":
@@ -282,7 +291,9 @@ class Fleet(ProcessTree):
             logger.error("%s could not start (status %d)", name, status)
             self._stop(FAILED)
             return
-        self._restart_later(child, status)
+        # Whoever kills gateways before they are ready cannot end the replicas, which have the weights.
+        killed = name == GATEWAY and self._announced and status == -signal.SIGKILL
+        self._restart_later(child, status, killed)
 
     def _on_hopeless(self, name: str) -> None:
         """Go on trying to start a replica, since the others serve; without them, stop all."""

@@ -20,6 +20,7 @@ from fastdeploy.entrypoints.child import Child
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
+LATE_TIMER_S = 0.5  # a timer that fires later than this shows that this process was stopped, or its host is slow
 HEALTHY_S = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED = 1
@@ -31,19 +32,24 @@ class BackOff:
     """Delays before a child process that ended is started again.
 
     The first restart is immediate. The second waits ``first_delay_s``, and each further one twice as long as the one
-    before, up to MAX_DELAY_S. The count starts again after a child that was ready for HEALTHY_S. The parent gives
+    before, up to ``max_delay_s``. The count starts again after a child that was ready for HEALTHY_S. The parent gives
     up only after MAX_FAILED_STARTS children in a row that were never ready. So a client that can kill a child cannot
     use up the restarts.
     """
 
-    def __init__(self, first_delay_s: float):
+    def __init__(self, first_delay_s: float, max_delay_s: float = MAX_DELAY_S):
         self._first_delay_s = first_delay_s
+        self._max_delay_s = max_delay_s
         self._num_short_lives = 0
         self._num_failed_starts = 0
 
-    def delay(self, ready_for_s: float | None) -> float | None:
-        """Return the seconds to wait, or None to give up. ready_for_s: how long the child was ready; None = never."""
-        self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
+    def delay(self, ready_for_s: float | None, killed: bool = False) -> float | None:
+        """Return the seconds to wait, or None to give up. ready_for_s: how long the child was ready; None = never.
+        killed: the child was killed, so this start is not counted as failed."""
+        if ready_for_s is not None:
+            self._num_failed_starts = 0
+        elif not killed:
+            self._num_failed_starts += 1
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             return None
         if ready_for_s is not None and ready_for_s >= HEALTHY_S:
@@ -51,7 +57,7 @@ class BackOff:
         self._num_short_lives += 1
         if self._num_short_lives == 1:
             return 0.0
-        return min(self._first_delay_s * 2.0 ** min(self._num_short_lives - 2, 30), MAX_DELAY_S)
+        return min(self._first_delay_s * 2.0 ** min(self._num_short_lives - 2, 30), self._max_delay_s)
 
 
 class ProcessTree(ABC):
@@ -64,6 +70,7 @@ class ProcessTree(ABC):
         self._children: dict[str, Child] = {}
         self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
         self._due: dict[str, float] = {}  # child that waits for its restart -> time of the restart (time.monotonic())
+        self._timers: dict[str, tuple[float, Callable[[], object]]] = {}  # time (time.monotonic()) and action, by key
         self._status = 0
         self._stopping = False
         self._stop_deadline = 0.0
@@ -112,6 +119,7 @@ class ProcessTree(ABC):
             read()
             status = self._reap(child)
             del self._children[name]
+            self._timers.pop(name, None)
             if not self._stopping:
                 self._on_end(child, status)
             else:
@@ -144,17 +152,51 @@ class ProcessTree(ABC):
                 logger.error("some processes did not end within %g s: killing them", self._shutdown_s)
                 self._status = self._status or FAILED
                 self._kill_all()
+            self._run_timers()
             if not self._stopping:
                 self._restart_what_is_due()
 
     def _seconds_to_deadline(self) -> float | None:
-        """Return the seconds to the next restart or to the end of shutdown_s, or None if there is neither."""
+        """Return the seconds to the next restart or timer or to the end of shutdown_s, or None if there is none."""
         due = [self._stop_deadline] if self._stopping else list(self._due.values())
+        due += [due for due, _ in self._timers.values()]
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
-    def _restart_later(self, child: Child, status: int) -> None:
+    def _call_later(self, key: str, seconds: float, action: Callable[[], object]) -> None:
+        """Call ``action`` after ``seconds``, in place of the earlier action of ``key``."""
+        self._timers[key] = (time.monotonic() + seconds, action)
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        for key, (due, action) in list(self._timers.items()):
+            if due <= now and key in self._timers:  # an earlier action may have removed it
+                del self._timers[key]
+                action()
+
+    def _kill_after(self, child: Child, seconds: float, why: str) -> None:
+        """Kill ``child`` after ``seconds``, unless it has ended, or this is called again before: perhaps for an event
+        that waits unread. A timer that fires late waits once more, since the child may have been as slow as this
+        process."""
+        due = time.monotonic() + seconds
+
+        def kill() -> None:
+            late = time.monotonic() - due > LATE_TIMER_S
+            for event in child.events.read():
+                self._on_event(child, event)
+            if self._children.get(child.name) is not child or child.name in self._timers:
+                return
+            if late:
+                self._kill_after(child, seconds, why)
+            else:
+                logger.error("killing %s: %s", child.name, why)
+                child.kill()
+
+        self._call_later(child.name, seconds, kill)
+
+    def _restart_later(self, child: Child, status: int, killed: bool = False) -> None:
+        """Start the child again after the delay of its BackOff. killed: see BackOff.delay."""
         now, name = time.monotonic(), child.name
-        delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since)
+        delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since, killed)
         if delay is None:
             text = "%s ended with status %d; it was not ready in any of the last %d starts"
             logger.error(text, name, status, MAX_FAILED_STARTS)
@@ -224,6 +266,7 @@ class ProcessTree(ABC):
         for child in self._children.values():
             self._reap(child)
         self._children.clear()
+        self._timers.clear()
 
 
 def _stop_signals() -> list[signal.Signals]:

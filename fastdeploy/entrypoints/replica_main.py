@@ -2,7 +2,8 @@
 servers, as "fastdeploy serve" is, whose parent is a program.
 
 Events to the parent: "serving" {url, endpoint, host} when the API servers answer and the engine is ready, again after
-each restart of the engine; "refused" {why}. The system kills the replica when its parent dies.
+each restart of the engine; "refused" {why}; "alive" about each second, so that the parent sees whether this process is
+stopped. The system kills the replica when its parent dies.
 
 All processes but a separate runner are in the process group of the replica, which has its number. So the parent kills
 them with one SIGKILL, even if they are stopped; the runner ends with its engine. SIGTERM ends them in order.
@@ -49,6 +50,9 @@ class ToParent:
 
     def refused(self, why: str) -> None:
         self._events.send("refused", why=why)
+
+    def alive(self) -> None:
+        self._events.beat()
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
 BEATS_PER_STALL = 8  # heartbeats in stall_s, the time after which a silent engine is killed
+BEAT_S = 1.0  # between two beats of the supervisor itself
 ENGINE = "engine"
 
 
@@ -42,6 +43,10 @@ class Report(Protocol):
 
     def refused(self, why: str) -> None:
         """The model or a setting cannot be served."""
+        ...
+
+    def alive(self) -> None:
+        """The supervisor runs. Told every BEAT_S seconds, or more often if stall_s is short."""
         ...
 
 
@@ -62,6 +67,9 @@ class Terminal:
 
     def refused(self, why: str) -> None:
         print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+
+    def alive(self) -> None:
+        return
 
 
 class Supervisor(ProcessTree):
@@ -113,6 +121,7 @@ class Supervisor(ProcessTree):
             self._start(ENGINE)
             for i in range(self._config.workers):
                 self._start(f"api-{i}")
+            self._beat()
             self._run_until_ended()
         finally:
             self._kill_all()
@@ -168,6 +177,10 @@ class Supervisor(ProcessTree):
                 if not self._announced and len(self._connected) >= self._config.workers:
                     self._announced = True
                     self._announce()
+
+    def _beat(self) -> None:
+        self._report.alive()
+        self._call_later("beat", min(BEAT_S, self._config.stall_s / BEATS_PER_STALL), self._beat)
 
     def _announce(self) -> None:
         self._report.serving([url_of(listener) for listener in self._listeners], self._fleet_endpoint)

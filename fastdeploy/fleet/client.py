@@ -57,6 +57,9 @@ class FleetClient:
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
         self._without_members_since = 0.0  # on the event loop's clock
+        self._has_led = False
+        self._begun = asyncio.Event()  # no call that changes a state waits from then on
+        self._in_order = asyncio.Lock()
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()
         self.welcome: m.Welcome | None = None
@@ -79,8 +82,12 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
-        if self.membership.leadership.leads:
+        leads = self.membership.leadership.leads
+        if leads:
             self._control.deposed = None
+        if self.membership.quorum or (self._has_led and not leads):
+            self._begun.set()
+        self._has_led = self._has_led or leads
         self._control.rearm()
         members, self._open = self.membership.quorum, self.membership.open
         boot_id = self.membership.boot_id
@@ -194,8 +201,10 @@ class FleetClient:
 
     async def call(self, args: m.Args) -> dict[str, Any]:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
-        the replicas that it is connected to, and raises NotLeader for all others."""
+        the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
+        wait for its first member."""
         if not isinstance(args, READS):
+            await self._until_begun()
             self.membership.leadership.require()
         ended = self._end_waiting(args) if self.membership.quorum or isinstance(args, m.AbortArgs) else {}
         try:
@@ -211,6 +220,17 @@ class FleetClient:
         member = next(iter(self.membership.quorum), None)
         return self.membership.hosts.exported(member) if member is not None and is_remote(member) else None
 
+    async def _until_begun(self) -> None:
+        """Wait until the fleet has had a member, or another gateway led after this one. Returns in the order of the
+        calls. Raises EngineDead after the time that a gateway may need to take the place of one that died."""
+        try:
+            async with asyncio.timeout(self._config.rebuild_s + self._config.lease_s), self._in_order:
+                await self._begun.wait()
+        except TimeoutError:
+            raise errors.EngineDead(f"no replica is ready: {self.missing_because}") from None
+        if self.closing.is_set() and not self.connected.is_set():
+            raise errors.EngineDead("the server is shutting down")
+
     def _end_waiting(self, args: m.Args) -> dict[str, Ended]:
         """End what a call must end and finds at no replica. In one turn of the event loop with the sending of the call,
         so nothing that waits goes to a replica behind the call."""
@@ -224,6 +244,7 @@ class FleetClient:
     async def abort_open(self, bound_s: float) -> None:
         """Abort every open request, at the end of this process. See EngineClient.abort_open."""
         self.closing.set()
+        self._begun.set()
         to_abort = [relay.client_id for relay in self._relays.values() if not relay.outer.fingerprint]
         if to_abort and self.membership.quorum:
             try:

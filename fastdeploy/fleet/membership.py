@@ -298,6 +298,7 @@ class Membership:
             if replica.in_quorum or replica.state is ReplicaState.JOINING:
                 replica.advance(ReplicaEvent.DEPOSED, why)
         self.state.end_sessions()
+        self._changed()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, without a call of this gateway. Learn

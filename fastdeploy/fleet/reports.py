@@ -126,10 +126,10 @@ def replica_report(
     return report
 
 
-def refusal(errors: Mapping[str, FastDeployError], replicas: list[dict[str, Any]]) -> FastDeployError:
+def refusal(errors: Mapping[str, FastDeployError], replicas: list[dict[str, Any]], boot_id: str) -> FastDeployError:
     """Return the error of a call that was refused: that of the replicas if it is the same for all of them.
 
-    errors: by replica. replicas: the entries of "replicas", which become a part of the error."""
+    errors: by replica. replicas: the entries of "replicas", which become a part of the error. boot_id: of the fleet."""
     codes = {error.code for error in errors.values()}
     if len(codes) > 1:
         names = ", ".join(f"{name}: {error.code}" for name, error in errors.items())
@@ -138,8 +138,8 @@ def refusal(errors: Mapping[str, FastDeployError], replicas: list[dict[str, Any]
         )
     first = next(iter(errors.values()))
     reports = [error.detail["report"] for error in errors.values() if "report" in error.detail]
-    detail = {**first.detail, "replicas": replicas} | ({"report": merge(reports)} if reports else {})
-    return from_wire(first.code, first.message, detail)
+    detail = {**first.detail} | ({"report": merge(reports)} if reports else {})
+    return from_wire(first.code, first.message, with_boot_id(detail, boot_id) | {"replicas": replicas})
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:

@@ -211,18 +211,22 @@ class RunningCall:
         if self._transaction.phase is Phase.FAILED:
             plan.failed()
             lost = EngineDead("every replica was lost during the call", replicas=replicas)
-            self._finish(refusal(plan.errors, replicas) if plan.errors else lost)
+            self._finish(refusal(plan.errors, replicas, self._boot_id) if plan.errors else lost)
             return
         plan.results = {name: result for name, result in plan.results.items() if name in present}
         try:
             if not plan.results:
                 plan.failed()
-                raise refusal(self._forgiven, replicas)
-            report = with_boot_id(plan.done(), plan.state.boot_id or self._config.fleet_id)
+                raise refusal(self._forgiven, replicas, self._boot_id)
+            report = with_boot_id(plan.done(), self._boot_id)
         except FastDeployError as error:
             self._finish(error)
         else:
             self._finish(report | {"replicas": replicas} if self._shows_replicas else report)
+
+    @property
+    def _boot_id(self) -> str:
+        return self._plan.state.boot_id or self._config.fleet_id
 
     def _reports(self) -> list[dict[str, Any]]:
         return [

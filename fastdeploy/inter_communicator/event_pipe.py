@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 from typing import Any
 
 import msgspec
@@ -25,6 +26,13 @@ class EventPipe:
     def send(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
+
+    def beat(self) -> None:
+        """Send "alive", unless the pipe is full because the supervisor does not read."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        if poll.poll(0):
+            self.send("alive")
 
     def refuse(self, error: Exception) -> int:
         """Report why nothing can be served, and return the exit status."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,12 @@ def start_streams(fleet: FleetServer, num: int, tokens: int = LONG) -> list[Live
     assert all(r["in_flight"] for r in fleet.replicas().values()), "the requests are not spread"
     fleet.post("/v1/resume", {"hold_id": "start"}).ok()
     return [one.wait_for_tokens(1) for one in streams]
+
+
+def kill_gateway(fleet: FleetServer) -> None:
+    pid = fleet.gateway_pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), 20, "the gateway is gone")
 
 
 def assert_whole(streams: list[LiveStream], undisturbed: Callable[[int], list[int]]) -> None:
@@ -127,6 +134,46 @@ def test_streams_of_a_replica_that_is_killed_or_stopped_go_on_elsewhere(how, und
         until(lambda: not alive(replica) and not alive(engine), 20, "the old processes are gone")
         until(lambda: fleet.engine_of("replica-1") not in (None, engine), 20, "there is a new engine")
         fleet.wait_members(2)
+
+
+@pytest.mark.slow
+def test_a_replica_of_which_only_the_api_server_runs_on_is_replaced(undisturbed):
+    with FleetServer(2, *SMALL, "--stall-s", "2", "--fence-after-s", "2") as fleet:
+        streams = start_streams(fleet, 2)
+        replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
+        assert engine
+        for pid in (replica, engine):
+            os.kill(pid, signal.SIGSTOP)
+        assert_whole(streams, undisturbed)
+        until(lambda: not alive(replica) and not alive(engine), 20, "the old processes are gone")
+        until(lambda: fleet.engine_of("replica-1") not in (None, engine), 20, "there is a new engine")
+        fleet.wait_members(2)
+
+
+@pytest.mark.slow
+def test_requests_and_a_hold_outlive_three_gateways(fleet, undisturbed):
+    """Each gateway is killed while retained streams run, and control calls are made at once."""
+    names = [uuid.uuid4().hex for _ in range(2)]
+
+    def attach() -> list[LiveStream]:
+        return [
+            LiveStream(fleet, prompt(i), max_tokens=LONG, request_id=name, retain_s=60) for i, name in enumerate(names)
+        ]
+
+    streams = attach()
+    for i in range(3):
+        for one in streams:
+            one.wait_for_tokens(1)
+        hold = {"hold_id": f"trainer-{i}"}
+        assert fleet.post("/v1/pause", {"mode": "keep", **hold}).result["is_paused"]
+        kill_gateway(fleet)
+        for one in streams:
+            one.wait_end(20)
+        assert fleet.post("/v1/resume", hold).result["released"] == [hold["hold_id"]]
+        streams = attach()
+    assert_whole(streams, undisturbed)
+    fleet.wait_members(2)
+    assert fleet.get("/v1/is_paused").result["holds"] == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -21,18 +22,19 @@ from fastdeploy.core.host import host_id
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, url_of
-from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.inter_communicator.event_pipe import REFUSED, EventPipe, EventReader
 
 TESTS = Path(__file__).parents[1]
+ALIVE = {"event": "alive"}
 
 
 class Replica:
     """A replica below this process. kind: behaviour of the engine, see support/fake_engine_main.py."""
 
-    def __init__(self, root: str, kind: str = "tiny"):
+    def __init__(self, root: str, kind: str = "tiny", stall_s: float = 60.0):
         self.listener = bind("127.0.0.1", 0)
         engine = EngineConfig(model=root, served_model_name=kind)
-        serve = ServeConfig(model=root, served_model_name=kind, shutdown_s=5.0, stall_s=60.0)
+        serve = ServeConfig(model=root, served_model_name=kind, shutdown_s=5.0, stall_s=stall_s)
         args = ["--name", "replica-7", "--config", to_json(ReplicaConfig(engine, serve))]
         args += ["--engine-module", "support.fake_engine_main", "--http-fds", str(self.listener.fileno())]
         self.child = Child(
@@ -47,7 +49,12 @@ class Replica:
         self._events: list[dict[str, Any]] = []
 
     def event(self) -> dict[str, Any]:
-        """Return the next event."""
+        """Return the next event that is not "alive"."""
+        while (event := self.any_event()) == ALIVE:
+            continue
+        return event
+
+    def any_event(self) -> dict[str, Any]:
         while not self._events:
             assert select.select([self.child.events.fd], [], [], 30)[0], "no event"
             self._events += self.child.events.read()
@@ -71,8 +78,8 @@ def replica() -> Iterator[Callable[..., Replica]]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, root, ignore_errors=True)
 
-        def start(kind: str = "tiny") -> Replica:
-            replica = Replica(root, kind)
+        def start(*options: Any) -> Replica:
+            replica = Replica(root, *options)
             stack.callback(replica.close)
             return replica
 
@@ -88,6 +95,25 @@ def test_a_replica_tells_when_it_serves_and_again_after_its_engine_died(replica)
     assert one.event() == serving
     until(lambda: httpx.get(f"{url_of(one.listener)}/health", timeout=20).status_code == 200, 20, "it serves again")
     assert one.engine_pid() != engine
+
+
+def test_a_replica_says_that_it_is_alive_from_its_start_on(replica):
+    one = replica("tiny", 1.0)
+    assert [one.any_event(), one.event()["event"]] == [ALIVE, "serving"]
+    assert [one.any_event() for _ in range(2)] == [ALIVE, ALIVE]
+
+
+def test_a_full_pipe_does_not_stop_the_one_who_says_that_it_is_alive():
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 8192)
+    events = EventPipe(writer)
+    for _ in range(1000):
+        events.beat()
+    os.close(writer)
+    events = EventReader(reader)
+    said = events.read()
+    events.close()
+    assert 1 < len(said) < 1000 and said == [ALIVE] * len(said)
 
 
 def test_a_replica_whose_processes_are_stopped_is_killed_as_a_whole(replica):

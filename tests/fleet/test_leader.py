@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 from e2e.server import until
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.join import Joiner
 from fastdeploy.fleet.launcher import StaticLauncher
-from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs, ResumeArgs
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
@@ -94,6 +98,68 @@ def test_a_second_gateway_waits_and_changes_nothing(fleet):
             reply = other.http.get(path)
             assert reply.status_code == 503 and "lease" in reply.json()["reason"], reply.text
         assert (leadership.leads, fleet.client.membership.leadership.term) == (False, term)
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["before it leads", "before its first member"])
+def test_a_call_to_a_gateway_that_starts_waits_for_the_first_member(fleet, monkeypatch, joins):
+    assert pause(fleet, hold_id="trainer").status_code == 200
+    if not joins:
+        begins, bring = threading.Event(), Joiner.bring
+
+        async def slow(joiner: Joiner, replica: Replica) -> None:
+            await asyncio.to_thread(begins.wait)
+            await bring(joiner, replica)
+
+        monkeypatch.setattr(Joiner, "bring", slow)
+    fleet.replace_gateway()
+    if not joins:
+        until(lambda: fleet.client.membership.leadership.leads, 20, "it leads")
+        assert not fleet.client.membership.quorum
+        fleet.loop.call_soon_threadsafe(lambda: fleet.loop.call_soon(begins.set))
+    reply = fleet.http.post("/v1/resume", json={"hold_id": "trainer"})
+    assert reply.status_code == 200 and reply.json()["result"]["released"] == ["trainer"], reply.text
+    fleet.wait_members(2)
+    assert holds(fleet) == [[], []]
+
+
+def test_calls_that_waited_are_sent_in_their_order(fleet):
+    fleet.replace_gateway()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(fleet.client.call(PauseArgs(mode="keep", hold_id=name)) for name in "abc"))
+
+    fleet.run(all_of_them())
+    fleet.wait_members(2)
+    assert holds(fleet) == [["a", "b", "c"]] * 2
+
+
+def test_a_call_to_a_gateway_that_finds_no_engine_ends_as_unavailable():
+    config = FleetConfig(fleet_id="fleet-1", lease_s=0.2, rebuild_s=0.1)
+    gateway = FakeGateway(config, lambda: StaticLauncher([]))
+    try:
+        reply = pause(gateway)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead") and reply.headers[
+            "Retry-After"
+        ]
+    finally:
+        gateway.end_gateway()
+
+
+def test_a_gateway_that_was_deposed_before_its_first_member_refuses_at_once(fleet, monkeypatch):
+    async def never(joiner: Joiner, replica: Replica) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Joiner, "bring", never)
+    fleet.replace_gateway()
+    leadership = fleet.client.membership.leadership
+    until(lambda: leadership.leads, 20, "it leads")
+
+    async def depose_and_call() -> None:
+        leadership.depose("another gateway leads")
+        await fleet.client.call(ResumeArgs())
+
+    with pytest.raises(NotLeader, match="another gateway leads"):
+        fleet.run(depose_and_call())
 
 
 @pytest.mark.slow

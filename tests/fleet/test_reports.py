@@ -64,13 +64,13 @@ def test_other_fields_are_those_of_the_newest_weights_and_the_boot_id_is_that_of
 
 def test_equal_refusals_keep_their_class_and_different_ones_are_a_failed_fleet_call():
     entries = [{"name": "r0"}, {"name": "r1"}]
-    timeouts = {f"r{n}": PauseTimeout("late", report={"counts": {"kept": n}}) for n in (1, 2)}
-    error = refusal(timeouts, entries)
+    timeouts = {f"r{n}": PauseTimeout("late", report={"counts": {"kept": n}, "boot_id": f"of r{n}"}) for n in (1, 2)}
+    error = refusal(timeouts, entries, "fleet")
     assert isinstance(error, PauseTimeout) and (error.status, error.message) == (504, "late")
-    assert error.detail == {"replicas": entries, "report": {"counts": {"kept": 3}}}
-    field = refusal({"r0": InvalidField("mode", "expected wait")}, entries)
+    assert error.detail == {"replicas": entries, "report": {"counts": {"kept": 3}, "boot_id": "fleet"}}
+    field = refusal({"r0": InvalidField("mode", "expected wait")}, entries, "fleet")
     assert isinstance(field, InvalidField) and field.field == "mode"
-    mixed = refusal({"r0": PauseTimeout("late"), "r1": InvalidField("mode", "expected wait")}, entries)
+    mixed = refusal({"r0": PauseTimeout("late"), "r1": InvalidField("mode", "expected wait")}, entries, "fleet")
     assert isinstance(mixed, FleetCallFailed) and mixed.detail == {"replicas": entries}
 
 

@@ -1,0 +1,175 @@
+"""The parent of a fleet, with children that only say that they are alive: stopped ones, late ones, killed gateways."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.entrypoints import fleet as fleet_module
+from fastdeploy.entrypoints import process_tree
+from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.fleet import GATEWAY, Fleet
+from fastdeploy.entrypoints.process_tree import FAILED, LATE_TIMER_S, MAX_FAILED_STARTS
+from fastdeploy.fleet.config import FleetConfig
+
+ROOT = Path(__file__).parents[2]
+REPLICA = "replica-0"
+Step = Callable[["ScriptedFleet", Child], None]
+
+
+class ScriptedFleet(Fleet):
+    """A fleet whose children are beating_child. on_alive: called after each "alive" of the replica. how: see
+    beating_child.
+
+    ends: the name and status of each child that has ended. Ends with status FAILED if the test does not stop it."""
+
+    def __init__(self, on_alive: Step, stall_s: float = 60.0, shutdown_s: float = 60.0, how: str = "gentle"):
+        serve = ServeConfig(model="tiny", served_model_name="tiny", port=0, stall_s=stall_s, shutdown_s=shutdown_s)
+        super().__init__(EngineConfig(model="tiny"), serve, FleetConfig(fleet_id="fleet-1"), 1, first_delay_s=0.01)
+        self._on_alive = on_alive
+        self._how = how
+        self.starts: list[str] = []
+        self.ends: list[tuple[str, int]] = []
+        self.removed = False
+        self._call_later("test", 30.0, lambda: self._stop(FAILED))
+
+    def _make(self, name: str) -> Child:
+        self.starts.append(name)
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        return Child(name, "support.beating_child", [self._how], environment=environment, whole_group=True)
+
+    def _on_event(self, child: Child, event: dict[str, Any]) -> None:
+        super()._on_event(child, event)
+        if child.name != GATEWAY:
+            self._on_alive(self, child)
+
+    def _on_end(self, child: Child, status: int) -> None:
+        self.ends.append((child.name, status))
+        super()._on_end(child, status)
+
+        if self.removed:
+            self.end()
+
+    @property
+    def gateway(self) -> Child | None:
+        return self._children.get(GATEWAY)
+
+    @property
+    def announced(self) -> bool:
+        return self._announced
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Call ``action`` after the timers that are due."""
+        self._call_later("soon", 0.0, action)
+
+    def become_ready(self) -> None:
+        for child in self._children.values():
+            super()._on_event(child, {"event": "ready"})
+
+    def end(self) -> None:
+        self._stop(0)
+
+    def remove(self, name: str) -> None:
+        """Remove a replica. The fleet stops after its end."""
+        self.removed = True
+        self._remove(name)
+
+
+@pytest.fixture
+def jump(monkeypatch) -> Callable[[float], None]:
+    """Return ``jump(seconds)``: sets the clock of the parent forward, as if it had stood still for so long."""
+    offsets = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(offsets))
+    monkeypatch.setattr(process_tree, "time", clock)
+    return offsets.append
+
+
+def test_a_replica_whose_main_process_is_stopped_is_killed_and_started_again():
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if fleet.starts.count(REPLICA) > 1:
+            fleet.end()
+        else:
+            fleet.become_ready()
+            os.kill(child.pid, signal.SIGSTOP)
+
+    fleet = ScriptedFleet(step, stall_s=0.3)
+    assert fleet.run() == 0
+    assert fleet.ends == [(REPLICA, -signal.SIGKILL)]
+
+
+def test_what_a_replica_said_while_the_parent_was_busy_counts(jump):
+    num_beats = 0
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        nonlocal num_beats
+        num_beats += 1
+        if num_beats == 1:
+            assert select.select([child.events.fd], [], [], 30)[0], "it says more"
+            jump(10.0 + LATE_TIMER_S / 2)
+        elif num_beats == 4:
+            fleet.end()
+
+    fleet = ScriptedFleet(step, stall_s=10.0)
+    assert fleet.run() == 0 and fleet.ends == []
+
+
+def test_a_parent_that_stood_still_gives_a_silent_replica_its_time_again(jump):
+    num_beats = 0
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        nonlocal num_beats
+        num_beats += 1
+        if num_beats == 1:
+            os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            child.events.read()
+            jump(20.0)
+            fleet.soon(lambda: child.signal(signal.SIGCONT))  # after the timer of the replica
+        elif num_beats == 4:
+            fleet.end()
+
+    fleet = ScriptedFleet(step, stall_s=10.0)
+    assert fleet.run() == 0 and fleet.ends == []
+
+
+@pytest.mark.parametrize("how", ["stopped", "stubborn"])
+def test_a_removed_replica_that_does_not_end_is_killed(how):
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if how == "stopped":
+            os.kill(child.pid, signal.SIGSTOP)
+        if not fleet.removed:
+            fleet.remove(REPLICA)
+
+    fleet = ScriptedFleet(step, shutdown_s=0.2, how="stubborn" if how == "stubborn" else "gentle")
+    fleet.run()
+    assert fleet.ends == [(REPLICA, -signal.SIGKILL)] and fleet.starts.count(REPLICA) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_gateways_that_are_killed_before_they_are_ready_do_not_end_the_fleet_but_those_that_fail_do(how, monkeypatch):
+    monkeypatch.setattr(fleet_module, "MAX_GATEWAY_DELAY_S", 0.01)
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if not fleet.announced:
+            fleet.become_ready()
+        if fleet.starts.count(GATEWAY) > 10:
+            fleet.end()
+        elif fleet.gateway is not None:
+            fleet.gateway.signal(how)
+
+    fleet = ScriptedFleet(step)
+    status = fleet.run()
+    assert REPLICA not in dict(fleet.ends)
+    if how == signal.SIGKILL:
+        assert status == 0 and len(fleet.ends) == 10
+    else:
+        assert status == FAILED and len(fleet.ends) == 1 + MAX_FAILED_STARTS, "the first one was ready"
