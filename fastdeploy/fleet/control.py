@@ -49,6 +49,7 @@ class FleetControl:
         self._connected = connected
         self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
+        self._sleeping = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -57,7 +58,10 @@ class FleetControl:
         errors differ, EngineDead if there is no member. Every report and error has a list "replicas".
 
         The call goes on if this coroutine is cancelled. Calls are sent in the order in which this function is called,
-        unless their source must be sent to other hosts first."""
+        unless their source must be sent to other hosts first. A sleep or wake-up is sent when the one before it has
+        ended."""
+        if isinstance(args, m.SleepArgs | m.WakeArgs):
+            return await asyncio.shield(asyncio.ensure_future(self._call_in_turn(args)))
         source = getattr(args, "source", None)
         if self._hosts is not None and isinstance(source, Source):
             if any(must_send(replica, source) for replica in self._quorum()):
@@ -84,6 +88,12 @@ class FleetControl:
         due += [session.expires_at for session in self.state.sessions.values() if session.open]
         if due and not self._closed:
             self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
+
+    async def _call_in_turn(self, args: m.Args) -> dict[str, Any]:
+        """Make a sleep or wake-up after the one before it. A sleep takes effect on each member at another time, so the
+        members would handle one that is sent meanwhile in different states, and could not agree on it."""
+        async with self._sleeping:
+            return await self._start(args, {})
 
     async def _call_staged(self, args: m.Args, source: Source) -> dict[str, Any]:
         """Send ``source`` to the other hosts, and make the call. A replica to which it cannot be sent is fenced. Raises

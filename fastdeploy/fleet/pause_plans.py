@@ -99,13 +99,16 @@ class PausePlan(Plan[m.PauseArgs]):
         # A hold from before this call stays, if it was there for sure: then only its terms may differ.
         uneven = ended or (placed and (below is None or not below.settled))
         hold.refused = not placed and not ended
-        if standing is not hold:
-            if standing is not None and uneven:
-                standing.owed = True
+        if standing is not None and standing is not hold:
+            standing.owed = standing.owed or uneven
             return
         self._releases = uneven or hold.owed
+        if self._releases:
+            self.state.release(lambda key, _: key == self._key)
+        if standing is None:  # a resume has released it, but not for sure
+            return
         if self._releases or below is None:
-            del self.state.holds[self._key]
+            self.state.holds.pop(self._key, None)
         elif not placed:
             self.state.holds[self._key] = below
 
@@ -126,17 +129,37 @@ class ResumePlan(Plan[m.ResumeArgs]):
     rule = Rule.AGREE
 
     def begin(self) -> None:
-        scope, hold_id = self.args.scope, self.args.hold_id
-        self._released = {
-            key: hold
-            for key, hold in self.state.holds.items()
-            if key[0] == scope and (hold.args.anonymous if hold_id is None else key[1] == hold_id)
-        }
+        self._released = {key: hold for key, hold in self.state.holds.items() if self._names(key, hold)}
         for key in self._released:
             del self.state.holds[key]
+        self.state.releasing.append(self._released)
+
+    def done(self) -> dict[str, Any]:
+        self._end()
+        self.state.release(lambda key, hold: hold.order < self.order and self._names(key, hold))
+        return super().done()
 
     def failed(self) -> None:
-        self.state.holds = self._released | self.state.holds
+        """Put the holds back, below those that later calls have placed."""
+        self._end()
+        for key, released in self._released.items():
+            hold: FleetHold | None = released
+            while hold is not None and hold.refused:
+                hold = hold.below
+            if hold is None:
+                continue
+            above = self.state.holds.setdefault(key, hold)
+            while above.below is not None and above.order > hold.order:
+                above = above.below
+            if above.order > hold.order and not above.settled:
+                above.below = hold
+
+    def _names(self, key: tuple[str, str], hold: FleetHold) -> bool:
+        hold_id = self.args.hold_id
+        return key[0] == self.args.scope and (hold.args.anonymous if hold_id is None else key[1] == hold_id)
+
+    def _end(self) -> None:
+        self.state.releasing = [holds for holds in self.state.releasing if holds is not self._released]
 
 
 class RenewPlan(Plan[m.RenewArgs]):
@@ -180,6 +203,7 @@ class ResetPlan(Plan[m.ResetArgs]):
         self._sessions = [session for session in self.state.sessions.values() if session.open]
 
     def done(self) -> dict[str, Any]:
+        self.state.release(lambda key, hold: hold.order < self.order and hold.args.anonymous)
         report = merge(list(self.results.values()))
         report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
         for session in self._sessions:

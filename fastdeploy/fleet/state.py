@@ -59,7 +59,8 @@ class FleetState:
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
     last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
     order: counts the calls that were sent. changes: counts the steps of calls that change the fleet. num_anonymous:
-    counts anonymous holds. boot_id: of the fleet; another one means that its weights were lost.
+    counts anonymous holds. boot_id: of the fleet; another one means that its weights were lost. releasing: holds that
+    each running resume has taken out of ``holds``. They come back if all members refuse the resume.
     """
 
     weight_epoch: int = 0
@@ -77,6 +78,7 @@ class FleetState:
     changes: int = 0
     num_anonymous: int = 0
     boot_id: str = ""
+    releasing: list[dict[tuple[str, str], FleetHold]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -102,10 +104,22 @@ class FleetState:
         """Take over the content of ``other``, in a new revision."""
         self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
-        self.asleep, self.boot_id = other.asleep, other.boot_id
+        self.asleep, self.boot_id, self.releasing = other.asleep, other.boot_id, []
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
+
+    def release(self, matches: Callable[[tuple[str, str], FleetHold], bool]) -> None:
+        """Note that all members have released the holds that match. They do not come back if another call fails."""
+        for holds in (self.holds, *self.releasing):
+            for key, hold in list(holds.items()):
+                if matches(key, hold):
+                    del holds[key]
+                above: FleetHold | None = hold
+                while above is not None:
+                    if above.below is not None and matches(key, above.below):
+                        above.below = None
+                    above = above.below
 
     def end_sessions(self) -> None:
         """Give up all open sessions, when another gateway leads."""

@@ -208,7 +208,7 @@ class CommitPlan(SessionPlan[m.CommitUpdateArgs]):
         state.last_epoch = max(state.last_epoch, state.weight_epoch)
         state.fingerprint = report.get("fingerprint")
         state.source = self.whole_source()
-        state.holds.pop((WHOLE_ENGINE, REPUBLISH), None)  # each engine has released it at the commit
+        state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
             state.close_session(session)
         return report

@@ -23,6 +23,9 @@ from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Ste
 from fastdeploy.inter_communicator import messages as m
 
 
+TAKE_TURNS = (m.SleepArgs, m.WakeArgs)
+
+
 class Sent(NamedTuple):
     """A message to a replica, or its answer. run, step, index: place of the message in its call."""
 
@@ -151,6 +154,7 @@ class SimulatedCall:
         self.transaction = gateway.fleet.make_transaction(names, plan.rule)
         self.outcome: str | Exception | None = None
         self.answers = 0
+        self.takes_turns = isinstance(plan.args, TAKE_TURNS)
         self._got: dict[tuple[str, Step], dict[int, Any]] = {}
         self._rolled_back = False
 
@@ -227,6 +231,7 @@ class SimulatedCall:
         else:
             self.plan.failed()
             self.outcome = next(iter(self.plan.errors.values()), errors.EngineDead("no member is left"))
+        self.gateway.ended(self)
 
 
 class SimulatedGateway:
@@ -236,9 +241,13 @@ class SimulatedGateway:
         self.fleet, self.term, self.state = fleet, term, state
         self.members = dict.fromkeys(members)
         self.calls: list[SimulatedCall] = []
+        self.waiting: deque[m.Args] = deque()  # sleeps and wake-ups, which are made one after the other
 
     def call(self, args: m.Args) -> SimulatedCall | None:
         if not self.members:
+            return None
+        if isinstance(args, TAKE_TURNS) and any(c.outcome is None for c in self.calls if c.takes_turns):
+            self.waiting.append(args)
             return None
         plan = plan_for(args, Context(self.state, self.fleet.config, 0.0))
         try:
@@ -249,6 +258,10 @@ class SimulatedGateway:
         self.calls.append(call)
         call.start()
         return call
+
+    def ended(self, call: SimulatedCall) -> None:
+        if call.takes_turns and self.waiting:
+            self.call(self.waiting.popleft())
 
     def fence(self, name: str) -> None:
         """Cut a replica off: its messages are gone, and it is restarted. A gateway that leads no more does nothing."""

@@ -301,6 +301,16 @@ async def test_a_sleep_that_one_replica_refuses_wakes_the_others():
         assert not stack.fenced
 
 
+async def test_sleeps_and_wake_ups_that_overlap_are_made_one_after_the_other():
+    async with control_stack() as stack:
+        calls = (m.SleepArgs(("weight",)), m.SleepArgs(("kv_cache",)), m.WakeArgs(), m.SleepArgs(("weight",)))
+        reports = await asyncio.gather(*(stack.control.call(args) for args in calls))
+        assert [report["asleep"] for report in reports] == [["weight"], ["kv_cache", "weight"], [], ["weight"]]
+        asleep = stack.in_engines(lambda engine: engine.sleeper._runner.asleep)
+        assert set(map(tuple, asleep.values())) == {stack.control.state.asleep} == {("weight",)}
+        assert not stack.fenced
+
+
 async def test_a_caller_that_goes_away_leaves_a_whole_transaction():
     async with control_stack() as stack:
         call = asyncio.ensure_future(stack.control.call(update(1)))

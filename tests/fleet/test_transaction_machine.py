@@ -4,7 +4,7 @@ or refuse, and gateways that die at any point."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.weight_source import FolderSource
@@ -34,9 +34,9 @@ CALLS = [
     lambda n: m.SleepArgs(),
     lambda n: m.WakeArgs(),
 ]
-# An engine never refuses to release a caller's hold.
 REFUSABLE = [
     m.PauseArgs,
+    m.ResumeArgs,
     m.BeginUpdateArgs,
     m.UpdateChunkArgs,
     m.CommitUpdateArgs,
@@ -62,6 +62,7 @@ def scripts(min_size: int, max_size: int) -> st.SearchStrategy[list[tuple[str, i
 
 def play(num: int, script: list[tuple[str, int]]) -> None:
     """Run a script, and check the fleet at every point where nothing is in flight."""
+    note(f"play({num}, {script})")
     fleet = SimulatedFleet(num)
     for number, (what, at) in enumerate(script):
         name = f"r{at % num}"
