@@ -45,7 +45,6 @@ MAIN, OURS, HASHING = "rollouts", "ours", "consistent hashing"
 
 async def run(policy: str, load: Load, seed: int, real: bool = False) -> Figures:
     """Run the sessions of ``seed`` under a policy, on new engines."""
-    logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)  # a gateway that closes says that it loses replicas
     router = POLICIES[policy]()
     with ExitStack() as stack:
         if real:
@@ -93,6 +92,11 @@ def table(rows: dict[str, Figures], ratio: float | None) -> str:
     return plain_table(lines, ["policy", *COLUMNS]) + end
 
 
+def _be_quiet() -> None:
+    """Log errors only, since a gateway that closes says that it loses its replicas."""
+    logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--load", choices=LOADS, default=MAIN)
@@ -104,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[str, list[Figures]] = {name: [] for name in args.policies}
     pairs = list(product(range(args.seeds), args.policies))
-    with ProcessPoolExecutor(1 if args.real else args.jobs) as pool:
+    with ProcessPoolExecutor(1 if args.real else args.jobs, initializer=_be_quiet) as pool:
         jobs = [pool.submit(measure, args.load, args.real, seed, name) for seed, name in pairs]
         for (seed, name), job in zip(pairs, jobs, strict=True):
             print(f"seed {seed}, {name}: {job.result()}", file=sys.stderr)

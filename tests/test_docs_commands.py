@@ -78,7 +78,7 @@ def check_command(command: list[str]) -> None:
             fleet_key = read_fleet_key(environment)
             require_fleet_key(engine.fleet_endpoint, fleet_key)
             if args.command == "fleet":
-                fleet_config(args)
+                fleet_config(args, engine.model_roots)
                 launcher_spec(args, fleet_key)
                 assert args.ray is None or fleet_key
         case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:

@@ -109,8 +109,8 @@ class FleetClient:
         return self.membership.leadership.why or "every replica is lost, or has not joined yet"
 
     async def require_engine(self) -> m.Welcome:
-        """Return the Welcome of the fleet. In a gateway that starts, wait for its first member. If the fleet has lost its
-        last member, a request may wait for the next one, so this is no error for ``failover_s`` seconds. Raises
+        """Return the Welcome of the fleet. In a gateway that starts, wait for its first member. If the fleet has lost
+        its last member, a request may wait for the next one, so this is no error for ``failover_s`` seconds. Raises
         EngineDead after these times, and while another gateway leads."""
         await self._until_begun()
         if not self.connected.is_set():

@@ -26,7 +26,6 @@ from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 FACTOR = struct.Struct("d")
-logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
@@ -54,6 +53,7 @@ def run_engine(order: EngineOrder) -> None:
 
 
 def main() -> None:
+    logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the engines
     gc.freeze()
     while line := os_readline():
