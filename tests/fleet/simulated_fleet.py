@@ -22,7 +22,6 @@ from fastdeploy.fleet.state import FleetHold, FleetState
 from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Step, Transaction, Vote
 from fastdeploy.inter_communicator import messages as m
 
-
 TAKE_TURNS = (m.SleepArgs, m.WakeArgs)
 
 
