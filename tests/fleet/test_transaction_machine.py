@@ -4,7 +4,7 @@ or refuse, and gateways that die at any point."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.weight_source import FolderSource
@@ -94,12 +94,18 @@ def play(num: int, script: list[tuple[str, int]]) -> None:
     fleet.check()
 
 
+# Of two resumes of a hold, the first one is refused and the second one is not. Then a new pause is refused.
+REFUSED_RESUME = [
+    *[("call", 0), ("handle", 2), ("call", 4), ("call", 3), ("die", 1), ("refuse", 2)],
+    *[("call", 3), ("handle", 2), ("call", 0), ("die", 0), ("refuse", 5)],
+]
 QUICK = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
 @given(num=st.integers(2, 5), script=scripts(3, 30))
+@example(num=3, script=REFUSED_RESUME)
 def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script):
     play(num, script)
 
