@@ -15,6 +15,7 @@ from fuzz.fuzzed_server import CLIENT_TIMEOUT_S, FuzzedServer
 DOCUMENT = create_app(type("Client", (), {})(), None, ServeConfig(model="m")).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {operation.label: operation for operation in (found.ok() for found in SCHEMA.get_all_operations())}
+del OPERATIONS["POST /v1/replicas/spool"]  # its answer does not end; see tests/e2e/test_fleet_hosts.py
 WRONG = schemathesis.GenerationMode.NEGATIVE
 
 
