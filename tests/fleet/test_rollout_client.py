@@ -175,6 +175,12 @@ async def test_an_update_that_one_engine_refuses_commits_nowhere(site, monkeypat
         with pytest.raises(FleetError, match="no room for new weights") as failed:
             await client.update_weights(f"/w{site.weights + 1}", "refused")
         assert [type(r.error) for r in failed.value.reports if not r.ok] == [OutOfSpace]
+        if len(site.urls) == 1:
+            entries = failed.value.reports[0].error.detail["replicas"]
+            assert [(e["name"], e["status"]) for e in entries] == [
+                ("replica-0", "rolled_back"),
+                ("replica-1", "refused"),
+            ]
         assert [engine.runner.weights for engine in site.engines] == [site.weights] * 2
         rollouts = await asyncio.gather(*[client.generate(prompt, PARAMS) for prompt in PROMPTS])
         assert {s.weight_epoch for r in rollouts for s in r.spans} == {site.weights}
