@@ -222,3 +222,14 @@ async def test_an_engine_that_restarts_changes_no_answer_and_answers_with_no_old
             assert_undisturbed(await asyncio.gather(*rollouts), 1)
             await client.update_weights("/w2", "two")
             assert [engine.runner.weights for engine in site.engines] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["servers", "fleet"])
+async def test_a_hold_is_lost_with_a_plain_server_that_restarts_and_stands_in_a_fleet(kind):
+    with make_site(kind) as site:
+        async with RolloutClient(site.urls) as client:
+            with pytest.raises(HoldLost) if kind == "servers" else contextlib.nullcontext():
+                async with client.paused("keep"):
+                    await asyncio.to_thread(site.restart)
+                    assert await client.is_paused() == (kind == "fleet")
+            assert not await client.is_paused()
