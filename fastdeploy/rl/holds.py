@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, HoldNotFound, ModelNotFound
+from fastdeploy.core.errors import FastDeployError, HoldNotFound, ModelNotFound, NotLeader
 from fastdeploy.rl.errors import FleetError, HoldLost, Report
 from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
 from fastdeploy.rl.hold_renewal import Hold, HoldRenewer
@@ -143,8 +143,9 @@ def note_cleanup_failure(error: BaseException) -> Iterator[None]:
 
 
 def _joined(paused: Report, released: Report) -> Report:
-    """Join a replica's reports of a failed pause and of the release after it."""
-    if released.error is None:
+    """Join a replica's reports of a failed pause and of the release after it. An engine that belongs to a fleet has
+    refused both, and has no hold."""
+    if released.error is None or isinstance(paused.error, NotLeader):
         return paused
     why = f"the hold may stand: {released.error.message}"
     return Report(paused.replica, error=FastDeployError(f"{paused.error.message}; {why}" if paused.error else why))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import uuid
@@ -9,11 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from e2e.fleet_server import FleetServer, Gateway
 from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, until
+from fastdeploy.core.errors import NotLeader
+from fastdeploy.core.serving_dtype import in_dtype
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import FleetError
+from fastdeploy.rl.sync_client import SyncRolloutClient
+from rl.embedded_weights import embedded_weights
 
 NAMES = ["replica-0", "replica-1"]
 LONG = 800  # tokens of a stream that runs while a process is killed
@@ -120,6 +128,64 @@ def test_a_hold_outlives_the_gateway(fleet):
     assert fleet.post("/v1/resume", {"hold_id": "trainer"}).result["released"] == ["trainer"]
     assert not any(fleet.ask(name, "/v1/is_paused")["is_paused"] for name in NAMES)
     assert len(fleet.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
+
+
+async def test_control_calls_at_a_replica_are_refused_and_name_the_gateway(fleet):
+    async with RolloutClient(fleet.replicas()["replica-0"]["url"]) as client:
+        assert len((await client.generate(PROMPT, {"max_tokens": 5, "ignore_eos": True})).token_ids) == 5
+        for call in (client.pause, client.abort_all, lambda: client.update_weights("/no/such/folder")):
+            with pytest.raises(FleetError, match="make the call at the fleet's gateway") as refused:
+                await call()
+            assert [type(report.error) for report in refused.value.reports] == [NotLeader]
+    assert not fleet.get("/v1/is_paused").result["is_paused"]
+
+
+def published(seed: int) -> dict[str, np.ndarray]:
+    """Return the tensors of a trainer, with noise."""
+    rng = np.random.default_rng(seed)
+    return {n: v + rng.normal(0, 0.02, v.shape).astype(np.float32) for n, v in embedded_weights().items()}
+
+
+def assert_serve(fleet: FleetServer, state: dict[str, np.ndarray]) -> None:
+    """Check every bit that the replicas serve against the state, rounded to the serving dtype."""
+    sums = {name: hashlib.sha256(in_dtype(value, "bfloat16").tobytes()).hexdigest() for name, value in state.items()}
+    for name in NAMES:
+        assert fleet.ask(name, "/v1/weights?checksums=true")["checksums"] == sums
+
+
+@pytest.mark.slow
+def test_a_state_that_is_published_through_the_gateway_is_on_every_replica(tmp_path):
+    with FleetServer(2, *SMALL, "--upload-dir", str(tmp_path)) as fleet, SyncRolloutClient(fleet.url) as client:
+        for number, via in enumerate(("upload", "shared_memory", "upload", "shared_memory"), 1):
+            shared_before = set(os.listdir("/dev/shm"))
+            state = published(number)
+            done = client.publish(state, version=via, via=via, chunk_mb=number % 2, delta="never")
+            assert (done.number, done.version) == (number, via)
+            assert_serve(fleet, state)
+            assert {(r["weight_epoch"], r["version"]) for r in fleet.replicas().values()} == {(number, via)}
+            assert set(os.listdir("/dev/shm")) <= shared_before
+            assert len(list(tmp_path.iterdir())) <= 1, "the gateway keeps one file for the next upload"
+        assert fleet.stop() == 0 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_within_an_upload_comes_back_with_the_uploaded_weights(tmp_path):
+    state = published(9)
+    with FleetServer(2, *SMALL, "--upload-dir", str(tmp_path)) as fleet, SyncRolloutClient(fleet.url) as client:
+
+        def parts() -> Iterator[tuple[str, np.ndarray]]:
+            for i, item in enumerate(state.items()):
+                if i == len(state) // 2:
+                    os.kill(fleet.replica_pid("replica-0"), signal.SIGKILL)
+                    until(lambda: fleet.replicas()["replica-0"]["state"] != "member", 20, "the loss is noticed")
+                yield item
+
+        done = client.publish(parts(), version="new", via="upload", chunk_mb=1)
+        assert done.version == "new"
+        replicas = fleet.wait_members(2)
+        assert {r["version"] for r in replicas.values()} == {"new"}
+        assert_serve(fleet, state)
+        assert fleet.stop() == 0 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -41,17 +41,18 @@ class MortalTransport(ZmqRouterTransport):
 
 
 class PacedRunner(FakeRunner):
-    """A fake runner that yields the CPU in each step, so that events can happen while a request runs. script: tokens
-    that every choice gets in turn, instead of hashes."""
+    """A fake runner that yields the CPU in each step, so that events can happen while a request runs. step_s: at first;
+    a test may change ``pace_s`` while the engine runs. script: tokens that every choice gets in turn, instead of
+    hashes."""
 
     def __init__(self, step_s: float = 0.0, script: list[int] | None = None, **sizes: int):
         super().__init__(**sizes)
-        self._pace_s = step_s
+        self.pace_s = step_s
         self._script = script
         self._starts: dict[tuple[str, int], int] = {}
 
     def execute(self, plan: StepPlan, between_layers: Any = None) -> StepResult | None:
-        time.sleep(self._pace_s)
+        time.sleep(self.pace_s)
         return super().execute(plan, between_layers)
 
     def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
