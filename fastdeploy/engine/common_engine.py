@@ -168,8 +168,8 @@ class CommonEngine:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Run the loop until ``stop``. Every open request and call is answered at the end. Raises EngineError if a step
-        failed: the process must be replaced."""
+        """Run the loop until ``stop``. Every open request and call is answered at the end, but those of a gateway that
+        leads: its connection is closed. Raises EngineError if a step failed: the process must be replaced."""
         path, max_mb, dropped = self.config.trace, self.config.trace_max_mb, self.metrics.trace_dropped.inc
         with tracing(path, max_mb, self.events, self.boot_id, self.info.num_blocks, dropped):
             self._run()
@@ -184,6 +184,8 @@ class CommonEngine:
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             self._end_everything(FinishReason.ERROR, failure)
             raise EngineError(str(error)) from error
+        if self.leadership.gateway:  # goes on elsewhere with the requests: they need not end with this engine
+            self.lifecycle.delivery.dismiss(self.leadership.gateway)
         self._end_everything(FinishReason.ABORT, EngineDead("the server is shutting down"))
 
     def stop(self) -> None:

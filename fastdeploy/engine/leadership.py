@@ -72,7 +72,7 @@ class Leadership:
         self.controller = ""
         self.term = 0
         self.last_change = (0, 0)
-        self._client = ""
+        self.gateway = ""  # name of the connection that leads
         self._expires_at = 0.0
 
     def lead(self, args: m.LeadArgs, client: str) -> None:
@@ -85,20 +85,20 @@ class Leadership:
         if args.controller != self.controller and self.term:
             if args.term == self.term:
                 raise self._refusal(f"term {args.term} is taken")
-            if self._client in self._clients and self._clock() < self._expires_at:
+            if self.gateway in self._clients and self._clock() < self._expires_at:
                 raise self._refusal("the lease of another controller runs")
         if (args.fleet, args.controller, args.term) != (self.fleet, self.controller, self.term):
             log.info("controller %r of fleet %r leads in term %d", args.controller, args.fleet, args.term)
-        self.fleet, self.controller, self.term, self._client = args.fleet, args.controller, args.term, client
+        self.fleet, self.controller, self.term, self.gateway = args.fleet, args.controller, args.term, client
         self._expires_at = self._clock() + args.lease_s
 
     def leads(self, client: str) -> bool:
         """Return whether ``client`` may make every call."""
-        return not self.term or client == self._client
+        return not self.term or client == self.gateway
 
     def check(self, args: m.Args, client: str) -> None:
         """Raise NotLeader if ``client`` may not make this call now."""
-        if not self.term or client == self._client:
+        if not self.term or client == self.gateway:
             return
         match ACCESS[type(args)], args:
             case Access.ANYONE, _:
@@ -111,7 +111,7 @@ class Leadership:
 
     def note_change(self, change: int, client: str) -> None:
         """Note that a call of the leader has come as a change of the whole fleet. 0 = it is none."""
-        if change and client == self._client:
+        if change and client == self.gateway:
             self.last_change = max(self.last_change, (self.term, change))
 
     def describe(self) -> dict[str, Any]:

@@ -68,6 +68,15 @@ def test_every_choice_goes_on_with_the_tokens_of_an_undisturbed_run(fleet):
     assert fleet.client._relays == {} and fleet.client._by_client_id == {}
 
 
+def test_a_request_goes_on_elsewhere_when_its_replica_is_told_to_stop(fleet):
+    asked = Asked(fleet, prompt=[1, 2, 3], max_tokens=60, n=2)
+    engine = busy(fleet)
+    engine.engine.stop()
+    choices = asked.reply()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected_tokens([1, 2, 3], 60)] * 2
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+
+
 def test_a_request_that_loses_its_replica_three_times_ends_once(fleet):
     asked = Asked(fleet, prompt=[4, 5], max_tokens=100)
     for tokens in (3, 2, 2):
