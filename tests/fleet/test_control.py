@@ -329,7 +329,7 @@ async def test_a_gateway_whose_replicas_another_one_leads_fences_nobody():
             other = await replica.client.call(m.LeadArgs("fleet-1", "other", 1, 30.0))
             assert other["term"] == 1
         for fake in stack.engines:
-            fake.engine.leadership._client = "another connection"
+            fake.engine.leadership.gateway = "another connection"
         with pytest.raises(NotLeader):
             await stack.control.call(m.PauseArgs("keep"))
         with pytest.raises(NotLeader):
