@@ -26,6 +26,7 @@ from fastdeploy.inter_communicator.messages import Output
 LOST = (EngineDead, EngineStalled)
 REFUSED = (QueueFull, RequestsRejected)
 MIN_S = 0.001  # of a deadline that is passing
+MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that ends its engine must not end them all
 
 
 class Placer(Protocol):
@@ -118,6 +119,7 @@ class Relay:
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]
         self.began = asyncio.get_running_loop().time()
         self.num_losses = 0
+        self._vain_losses = [(0, 0)] * request.n  # by choice: losses since its last token, and tokens at the last one
         self.parts: set[Part] = set()
         self.attempts: set[Attempt] = set()
         self._placer = placer
@@ -190,6 +192,12 @@ class Relay:
         may_be_refused = REFUSED if part.is_whole else (*REFUSED, DuplicateRequest)
         if isinstance(error, LOST):
             self.num_losses += 1
+            if self._count_vain_losses(part.open_choices) >= MAX_VAIN_LOSSES:
+                why = (
+                    f"{MAX_VAIN_LOSSES} replicas were lost one after the other with this request, without a token of it"
+                )
+                self.outer.fail(EngineDead(f"{why}; it may be what ends them. The last one: {error}"))
+                return
             for rest in self._rest_of(part):
                 self.parts.add(rest)
                 self._placer.lost(rest)
@@ -203,6 +211,13 @@ class Relay:
                 self.end(part.open_choices, error.message)  # as the pause does with requests that run
             else:
                 self.outer.fail(error)
+
+    def _count_vain_losses(self, choices: Sequence[int]) -> int:
+        """Note a loss of the replica of ``choices``. Return the most losses that one of them has had since a token."""
+        for k in choices:
+            count, made = self._vain_losses[k]
+            self._vain_losses[k] = (count + 1 if made == len(self.tokens[k]) else 1), len(self.tokens[k])
+        return max((self._vain_losses[k][0] for k in choices), default=0)
 
     def _rest_of(self, part: Part) -> list[Part]:
         """Return the unfinished choices of a part whose replica was lost."""

@@ -16,6 +16,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
+from fastdeploy.fleet.relay import MAX_VAIN_LOSSES
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
@@ -94,6 +95,26 @@ def request(name: str = "x", **fields: Any) -> AddRequest:
 
 def taken(stream: RequestStream) -> list[list[int]]:
     return [output.token_ids for output in stream.take()]
+
+
+@in_loop
+async def test_a_request_that_may_end_its_replicas_does_not_end_all_of_them(fleet):
+    """It fails after some losses without a token between them; a token begins the count anew."""
+    stream = await fleet.client.submit(request())
+    for loss in range(MAX_VAIN_LOSSES + 2):
+        await fleet.settle()
+        at = next(i for i, engine in enumerate(fleet.engines) if engine.of(AddRequest))
+        [sent] = fleet.engines[at].of(AddRequest)
+        if loss == 2:
+            fleet.engines[at].output(sent.request_id, [7])
+        assert not stream.ended
+        fleet.lose(at)
+        fleet.connect(at)
+    assert stream.ended and taken(stream) == [[7]]
+    with pytest.raises(EngineDead, match="may be what ends them"):
+        stream.take()
+    await fleet.settle()
+    assert not any(engine.of(AddRequest) for engine in fleet.engines)
 
 
 @in_loop
