@@ -146,6 +146,7 @@ def test_a_removed_replica_that_does_not_end_is_killed(how):
     def step(fleet: ScriptedFleet, child: Child) -> None:
         if how == "stopped":
             os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         if not fleet.removed:
             fleet.remove(REPLICA)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -73,10 +74,10 @@ class Server:
         return not any(stream._outputs for stream in tuple(self.client._streams.values()))
 
     def wait_connected(self) -> None:
-        for _ in range(1000):
-            if self.http.get("/health").status_code == 200:
-                return
-        raise AssertionError("never connected")
+        end = time.monotonic() + 60.0
+        while self.http.get("/health").status_code != 200:
+            assert time.monotonic() < end, f"never connected: {self.client.missing_because}"
+            time.sleep(0.002)
 
     def post(self, path: str, **body) -> httpx.Response:
         return self.http.post(path, json=body)
