@@ -144,11 +144,12 @@ def test_a_parent_that_stood_still_gives_a_silent_replica_its_time_again(jump):
 @pytest.mark.parametrize("how", ["stopped", "stubborn"])
 def test_a_removed_replica_that_does_not_end_is_killed(how):
     def step(fleet: ScriptedFleet, child: Child) -> None:
+        if fleet.removed:
+            return
         if how == "stopped":
             os.kill(child.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        if not fleet.removed:
-            fleet.remove(REPLICA)
+        fleet.remove(REPLICA)
 
     fleet = ScriptedFleet(step, shutdown_s=0.2, how="stubborn" if how == "stubborn" else "gentle")
     fleet.run()
