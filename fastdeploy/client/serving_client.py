@@ -1,4 +1,4 @@
-"""What the HTTP routes need of the engine: offered by EngineClient for one engine, and by FleetClient for many."""
+"""The engine as the HTTP routes need it: offered by EngineClient for one engine, and by FleetClient for many."""
 
 from __future__ import annotations
 

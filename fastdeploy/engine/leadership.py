@@ -20,7 +20,7 @@ log = logging.getLogger("fastdeploy.engine")
 
 
 class Access(Enum):
-    """Who may make a call while the engine belongs to a fleet."""
+    """The callers that may make a call while the engine belongs to a fleet."""
 
     ANYONE = "anyone"  # it changes nothing, or has rules of its own
     LEADER = "leader"

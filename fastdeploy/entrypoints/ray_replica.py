@@ -23,8 +23,8 @@ FAILED = 1
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
-    """What all replicas of a fleet share. The actor sets the addresses in config, since only the actor knows its host.
-    threads: of each replica, for computing. module: run as the replica."""
+    """Settings that all replicas of a fleet share. The actor sets the addresses in config, since only the actor knows
+    its host. threads: of each replica, for computing. module: run as the replica."""
 
     config: ReplicaConfig
     threads: int = 1

@@ -22,7 +22,7 @@ MAX_LINE = 1 << 24  # bytes; a placement has some 200
 
 
 class Action(Enum):
-    """What the gateway may ask for (see launcher.Launcher)."""
+    """Questions and orders of the gateway (see launcher.Launcher)."""
 
     RESTART = "restart"
     ADD = "add"

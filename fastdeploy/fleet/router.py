@@ -36,8 +36,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Seen:
-    """What a client has seen in a session, or in a request without one. epoch: the newest weight_epoch. began:
-    time.time() of the first request of the session; 0 = no session."""
+    """The weights that a client has seen in a session, or in a request without one. epoch: the newest weight_epoch.
+    began: time.time() of the first request of the session; 0 = no session."""
 
     __slots__ = ("began", "epoch")
 

@@ -51,8 +51,8 @@ class FleetSession:
 
 @dataclass
 class FleetState:
-    """What a replica must have before it may join. Changed by calls of fleet/control.py only, and built anew from the
-    replicas when a gateway starts.
+    """The state that a replica must have before it may join. Changed by calls of fleet/control.py only, and built anew
+    from the replicas when a gateway starts.
 
     weight_epoch, version, fingerprint: of the weights that serve. source: the last whole source of these weights, which
     may be gone. holds: by (scope, id). adapters: by name, with the adapter epoch that serves. asleep: tags.

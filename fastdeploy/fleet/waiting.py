@@ -1,4 +1,4 @@
-"""What control calls mean for requests that wait in the gateway, and that no replica knows."""
+"""The meaning of control calls for requests that wait in the gateway, and that no replica knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the clients of the fleet have seen, and whether it may be so."""
+"""A record of what the clients of the fleet have seen, which is compared with what they may see."""
 
 from __future__ import annotations
 
