@@ -182,11 +182,16 @@ class CommonEngine:
         except Exception as error:
             log.exception("the engine failed")
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._dismiss_gateway()
             self._end_everything(FinishReason.ERROR, failure)
             raise EngineError(str(error)) from error
-        if self.leadership.gateway:  # goes on elsewhere with the requests: they need not end with this engine
-            self.lifecycle.delivery.dismiss(self.leadership.gateway)
+        self._dismiss_gateway()
         self._end_everything(FinishReason.ABORT, EngineDead("the server is shutting down"))
+
+    def _dismiss_gateway(self) -> None:
+        """Drop the gateway that leads. Its requests need not end with this engine: they go on at another one."""
+        if self.leadership.gateway:
+            self.lifecycle.delivery.dismiss(self.leadership.gateway)
 
     def stop(self) -> None:
         """Ask the loop to end. Safe to call from any thread and from a signal handler."""

@@ -16,6 +16,7 @@ import uvloop
 from e2e.server import until
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.errors import EngineError
 from fastdeploy.core.host import host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
@@ -66,7 +67,7 @@ class FakeEngine:
         self._loop.start()
 
     def _run(self, engine: CommonEngine) -> None:
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(Killed, EngineError):  # the second one: a step has failed, and the engine ends
             engine.run()
 
     def kill(self) -> None:

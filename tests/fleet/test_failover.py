@@ -68,10 +68,14 @@ def test_every_choice_goes_on_with_the_tokens_of_an_undisturbed_run(fleet):
     assert fleet.client._relays == {} and fleet.client._by_client_id == {}
 
 
-def test_a_request_goes_on_elsewhere_when_its_replica_is_told_to_stop(fleet):
+@pytest.mark.parametrize("how", ["is told to stop", "fails in a step"])
+def test_a_request_goes_on_elsewhere_when_its_replica(how, fleet):
     asked = Asked(fleet, prompt=[1, 2, 3], max_tokens=60, n=2)
     engine = busy(fleet)
-    engine.engine.stop()
+    if how == "fails in a step":
+        engine.runner.fail_next = True
+    else:
+        engine.engine.stop()
     choices = asked.reply()["choices"]
     assert [choice["token_ids"] for choice in choices] == [expected_tokens([1, 2, 3], 60)] * 2
     assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
