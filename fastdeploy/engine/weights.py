@@ -170,19 +170,9 @@ class WeightSessions:
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin a session, stage one part and commit, in one call."""
         self._check_source(args)
-        begin = m.BeginUpdateArgs(
-            version=args.version,
-            expected_version=args.expected_version,
-            kv=args.kv,
-            partial=args.partial,
-            in_place=args.in_place,
-            timeout_s=args.timeout_s,
-            base=args.base,
-            fingerprint=args.fingerprint,
-        )
         check_form(args.form, args.base)
         check_result_is_named(args.base, args.fingerprint)
-        session = self._open(begin)
+        session = self._open(args.begin())
         staging = session.open_staging
 
         def work() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -63,8 +64,11 @@ class UnloadPlan(Plan[m.UnloadAdapterArgs]):
         return error.code == "model_not_found"
 
 
-class SleepPlan(Plan[m.SleepArgs]):
-    """Send all to sleep, or wake up those that sleep already."""
+S = TypeVar("S", bound=m.SleepArgs | m.WakeArgs)
+
+
+class _MovePlan(Plan[S]):
+    """A change of what sleeps. The gateway makes one at a time."""
 
     rule = Rule.UNDO
 
@@ -72,19 +76,28 @@ class SleepPlan(Plan[m.SleepArgs]):
         self._before = self.state.asleep
 
     def rollback(self, name: str) -> m.Args | None:
-        if name in self.errors:
-            return None
-        return m.WakeArgs(tuple(tag for tag in self.results[name]["asleep"] if tag not in self._before))
+        return None if name in self.errors else self._opposite(self.results[name]["asleep"])
 
-    def seconds(self, step: Step) -> float:
-        if step is Step.ROLLBACK:
-            return self.config.stage_timeout_s + self.config.fence_after_s
-        return bounded(self.args.timeout_s, 0.0) + self.config.fence_after_s
+    def _opposite(self, asleep: Sequence[str]) -> m.Args:
+        """Return the call that takes the move back on a replica where ``asleep`` sleeps now."""
+        raise AssertionError("each move has an opposite")
 
     def done(self) -> dict[str, Any]:
         report = merge(list(self.results.values()))
         self.state.asleep = tuple(report["asleep"])
         return report
+
+
+class SleepPlan(_MovePlan[m.SleepArgs]):
+    """Send all to sleep, or wake up those that sleep already."""
+
+    def _opposite(self, asleep: Sequence[str]) -> m.Args:
+        return m.WakeArgs(tuple(tag for tag in asleep if tag not in self._before))
+
+    def seconds(self, step: Step) -> float:
+        if step is Step.ROLLBACK:
+            return self.config.stage_timeout_s + self.config.fence_after_s
+        return bounded(self.args.timeout_s, 0.0) + self.config.fence_after_s
 
 
 class DiscardPlan(SleepPlan):
@@ -94,23 +107,11 @@ class DiscardPlan(SleepPlan):
     rule = Rule.AGREE
 
 
-class WakePlan(Plan[m.WakeArgs]):
+class WakePlan(_MovePlan[m.WakeArgs]):
     """Wake all up, or send those that woke up to sleep again."""
 
-    rule = Rule.UNDO
-
-    def begin(self) -> None:
-        self._before = self.state.asleep
-
-    def rollback(self, name: str) -> m.Args | None:
-        if name in self.errors:
-            return None
-        return m.SleepArgs(tuple(tag for tag in self._before if tag not in self.results[name]["asleep"]))
+    def _opposite(self, asleep: Sequence[str]) -> m.Args:
+        return m.SleepArgs(tuple(tag for tag in self._before if tag not in asleep))
 
     def seconds(self, step: Step) -> float:
         return self.config.stage_timeout_s + self.config.fence_after_s
-
-    def done(self) -> dict[str, Any]:
-        report = merge(list(self.results.values()))
-        self.state.asleep = tuple(report["asleep"])
-        return report

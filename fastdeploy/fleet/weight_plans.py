@@ -231,17 +231,7 @@ class UpdatePlan(CommitPlan):
 
     def prepare(self, name: str) -> Sequence[m.Args]:
         args = self._update
-        begin = m.BeginUpdateArgs(
-            version=args.version,
-            expected_version=args.expected_version,
-            kv=args.kv,
-            partial=args.partial,
-            in_place=args.in_place,
-            timeout_s=args.timeout_s,
-            base=args.base,
-            fingerprint=args.fingerprint,
-            placed_by=self._placed_by,
-        )
+        begin = args.begin(self._placed_by)
         part = m.UpdateChunkArgs(
             None,
             self.sources.get(name, args.source),

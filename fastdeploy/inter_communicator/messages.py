@@ -114,6 +114,20 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     base: DeltaBase | None = None
     fingerprint: str | None = None
 
+    def begin(self, placed_by: str = "native") -> BeginUpdateArgs:
+        """Return the begin of the session that this update is."""
+        return BeginUpdateArgs(
+            version=self.version,
+            expected_version=self.expected_version,
+            kv=self.kv,
+            partial=self.partial,
+            in_place=self.in_place,
+            timeout_s=self.timeout_s,
+            base=self.base,
+            fingerprint=self.fingerprint,
+            placed_by=placed_by,
+        )
+
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id, "fingerprint" and
