@@ -347,3 +347,27 @@ async def test_a_fleet_without_members_and_calls_from_outside_are_refused():
         await stack.replicas[0].client.close()
         with pytest.raises(EngineDead):
             await stack.control.call(m.PauseArgs("keep"))
+
+
+async def test_a_resume_that_all_replicas_refuse_leaves_the_hold_with_the_fleet():
+    async with control_stack() as stack:
+        await stack.control.call(m.PauseArgs("keep", hold_id="h"))
+        for at in (0, 1):
+            spoil(stack, at, m.ResumeArgs, WeightUpdateRefused("not now"))
+        with pytest.raises(WeightUpdateRefused):
+            await stack.control.call(m.ResumeArgs("h"))
+        assert holds(stack) == {"r0": ["h"], "r1": ["h"]}
+        assert set(stack.control.state.holds) == {("engine", "h")} and not stack.fenced
+
+
+async def test_a_refused_part_ends_the_session_whose_begin_was_not_answered_yet():
+    """Both calls are sent at once, so the part knows its session by ``placed_by`` only."""
+    async with control_stack() as stack:
+        begin = asyncio.ensure_future(stack.control.call(m.BeginUpdateArgs(placed_by="trainer")))
+        await asyncio.sleep(0)  # the begin is sent
+        part = m.UpdateChunkArgs(None, FolderSource("/not-weights"), placed_by="trainer")
+        with pytest.raises(WeightUpdateRefused):
+            await stack.control.call(part)
+        await begin
+        assert stack.in_engines(lambda engine: engine.weights.session) == {"r0": None, "r1": None}
+        assert stack.control.state.changing == 0, "nobody could join any more"
