@@ -68,14 +68,13 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 class Replica:
     """One engine of the fleet. placement: where it is. connector: to its engine. client: of its engine; another one
-    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router). slots:
-    choices in one batch. trust: the part of a session's prefix that is found there, from 0 to 1, as measured.
-    adapters: names that are loaded; None = not known. weight_epoch, version: of the weights that it serves, as of the
-    last answered call. report: its last answer to LeadArgs or FleetStateArgs. seen_revision: of the fleet's state at
-    the last renewal of the lease; -1 = none, or the state was changing. why: reason of the last loss, fence or
-    failed join. drains: it shall get no new requests, also when it joins again. changed(replica): called after each
-    change of the state. lost(replica, error): called when its engine is lost, after the change of the state and before
-    its open requests fail."""
+    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router).
+    slots: choices in one batch. trust: the part of a session's prefix that is found there, from 0 to 1, as
+    measured. weight_epoch, version: of the weights that it serves, as of the last answered call. report: its last
+    answer to LeadArgs or FleetStateArgs. seen_revision: of the fleet's state at the last renewal of the lease; -1 =
+    none, or the state was changing. why: reason of the last loss, fence or failed join. drains: it shall get no new
+    requests, also when it joins again. changed(replica): called after each change of the state. lost(replica,
+    error): called when its engine is lost, after the change of the state and before its open requests fail."""
 
     def __init__(
         self,
@@ -91,7 +90,6 @@ class Replica:
         self.load = 0
         self.slots = 0
         self.trust = 1.0
-        self.adapters: frozenset[str] | None = None
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}

@@ -16,8 +16,8 @@ from typing import TypeVar
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica, ReplicaState
 
-# The constants follow from the cost model of 32 billion parameters on one H200 (benchmarks/lib/fleet/load.py): a prompt
-# token takes 0.13 ms, a step 13.4 ms, and 0.2 ms more for each sequence and 0.055 us for each token of context.
+# The constants follow from the cost model of 32 billion parameters on one H200 (benchmarks/lib/fleet/loads.py). A token
+# of a prompt takes 0.13 ms, a step 13.4 ms, and 0.2 ms more for each sequence and 0.055 us for each token of context.
 # A choice makes some 100 tokens beside another one. So it costs the other one 100 * 0.2 / 0.13 = 150 prompt tokens, and
 # 100 * 0.000055 / 0.13 = 1/24 for each token of its context.
 CHOICE_TOKENS = 128
@@ -129,17 +129,17 @@ class Router:
             (home, 0) if home is not None and home.replica is not None else (self._group(request), GROUP_SLACK)
         )
         place, cached = None, 0
-        if near.replica is not None and _may_have(near.replica, request, epoch, refused_by):
+        if near.replica is not None and _may_have(near.replica, epoch, refused_by):
             place, cached = near.replica, min(near.tokens, length - 1)
             saved = int(cached * place.trust)
             work = cost_at(place)
             bound = int(saved * MOVE_FACTOR) + slack  # a replica with so much less work in front is better
             if work > bound:
-                other = _least_loaded(request, replicas, epoch, refused_by)
+                other = _least_loaded(replicas, epoch, refused_by)
                 if other is not None and work > cost_at(other) + bound:
                     place, cached = other, 0
         else:
-            place = _least_loaded(request, replicas, epoch, refused_by)
+            place = _least_loaded(replicas, epoch, refused_by)
         if place is None:
             return None
         near.replica, near.tokens = place, length
@@ -184,22 +184,16 @@ def cost_at(replica: Replica) -> int:
     return replica.load + queued * QUEUED_TOKENS if queued > 0 else replica.load
 
 
-def _least_loaded(
-    request: AddRequest, replicas: Sequence[Replica], epoch: int, refused_by: Collection[str]
-) -> Replica | None:
+def _least_loaded(replicas: Sequence[Replica], epoch: int, refused_by: Collection[str]) -> Replica | None:
     best, least = None, 0
     for replica in replicas:
         work = cost_at(replica)
-        if (best is None or work < least) and _may_have(replica, request, epoch, refused_by):
+        if (best is None or work < least) and _may_have(replica, epoch, refused_by):
             best, least = replica, work
     return best
 
 
-def _may_have(replica: Replica, request: AddRequest, epoch: int, refused_by: Collection[str]) -> bool:
-    """Return whether a replica is open, not too old, and has the adapter."""
-    return (
-        replica.state is ReplicaState.MEMBER
-        and replica.weight_epoch >= epoch
-        and replica.name not in refused_by
-        and (not request.adapter or replica.adapters is None or request.adapter in replica.adapters)
-    )
+def _may_have(replica: Replica, epoch: int, refused_by: Collection[str]) -> bool:
+    """Return whether a replica is open, and its weights are not too old. All members have the same adapters."""
+    open_now = replica.state is ReplicaState.MEMBER and replica.name not in refused_by
+    return open_now and replica.weight_epoch >= epoch

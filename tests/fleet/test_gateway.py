@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from e2e.server import until
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fleet.fake_fleet import FakeFleet, FakeGateway, fake_fleet
@@ -22,10 +24,21 @@ def fleet() -> Iterator[FakeFleet]:
 
 
 def test_requests_are_spread_and_answered(fleet):
+    held = {"mode": "keep", "hold_id": "all-are-in-flight-at-once"}
+    fleet.http.post("/v1/pause", json=held)
     body = {"max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
-    for i in range(6):
-        reply = fleet.http.post("/v1/completions", json=body | {"prompt": [i, 7]}).json()
-        assert reply["choices"][0]["token_ids"] == expected_tokens([i, 7], 5)
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(fleet.http.post, "/v1/completions", json=body | {"prompt": [i, 7]}) for i in range(6)]
+        until(lambda: sum(replica.in_flight for replica in fleet.client.membership.open) == 6, 20, "all are sent")
+        assert [replica.in_flight for replica in fleet.client.membership.open] == [2, 2, 2]
+        fleet.http.post("/v1/resume", json={"hold_id": held["hold_id"]})
+        for i, reply in enumerate(asked):
+            assert reply.result().json()["choices"][0]["token_ids"] == expected_tokens([i, 7], 5)
+
+
+def test_an_adapter_that_no_replica_has_is_refused_at_once(fleet):
+    reply = fleet.http.post("/v1/completions", json={"model": "nobody", "prompt": [1], "max_tokens": 5})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_pause_reaches_every_engine(fleet):

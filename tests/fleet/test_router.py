@@ -126,15 +126,6 @@ def test_no_replica_with_older_weights_than_the_client_has_seen(replicas):
     assert place(router, make_request(), replicas, epoch=3, refused_by={"r2"}) is None
 
 
-def test_an_adapter_is_served_only_where_it_is_loaded(replicas):
-    router = Router()
-    for replica in replicas:
-        replica.adapters = frozenset()
-    replicas[1].adapters = frozenset({"a"})
-    assert {place(router, make_request(adapter="a"), replicas) for _ in range(4)} == {"r1"}
-    assert place(router, make_request(adapter="b"), replicas) is None
-
-
 def test_the_home_of_a_session_that_drains_or_is_lost_gets_nothing_new(replicas):
     router = Router()
     router.pick(make_request(session="s"), replicas)
