@@ -33,6 +33,8 @@ class RolloutRequest:
     Without a seed, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer may fill the
     rest of the context. eos_ids: an aborted choice whose last token is one of them is complete. lora_name: the adapter
     that computes the answer.
+
+    prompt_logprobs: those of the prompt, which a server sends once for all choices; None until they have come.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RolloutRequest:
         self.n = n
         self.request_id = request_id
         self.lora_name = lora_name
+        self.prompt_logprobs: PromptLogprobs | None = None
         self._restarts = 0
         self._end_ids = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
@@ -73,6 +76,7 @@ class RolloutRequest:
         """Begin again at the prompt. The next attempts get new ids, since a server may retain results under the old
         ids (retain_s)."""
         self._restarts += 1
+        self.prompt_logprobs = None
 
     def body(self, choices: Sequence[PartialRollout]) -> dict[str, Any]:
         """Return the request body of an attempt that ``choices`` have begun. They are the whole group without a token
@@ -100,7 +104,7 @@ class RolloutRequest:
                 body["min_tokens"] = max(self.min_tokens - done, 0)
         if self.deadline_s is not None:  # counted from the first attempt
             body["deadline_s"] = max(self.deadline_s - (time.monotonic() - self._began), MIN_DEADLINE_S)
-        if first.prompt_logprobs is not None:
+        if self.prompt_logprobs is not None:
             body.pop("prompt_logprobs", None)
         if self.request_id:
             body["request_id"] = self._attempt_id(first)
@@ -131,7 +135,6 @@ class PartialRollout:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
     text: str = ""
-    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_preempted: int = 0
@@ -164,9 +167,9 @@ class PartialRollout:
         if self.request.max_tokens is not None and len(self.token_ids) > self.request.max_tokens:
             raise MalformedReply(f"expected at most {self.request.max_tokens} tokens, got {len(self.token_ids)}")
         self._add_spans(choice.get("weight_versions") or [], boot_id)
-        if choice.get("prompt_logprobs") is not None and self.prompt_logprobs is None:
+        if choice.get("prompt_logprobs") is not None and self.request.prompt_logprobs is None:
             entries = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
-            self.prompt_logprobs = [e and {int(token): logprob for token, logprob in e.items()} for e in entries]
+            self.request.prompt_logprobs = [e and {int(t): logprob for t, logprob in e.items()} for e in entries]
         if choice.get("num_preempted") is not None:
             self.num_preempted = self._preempted_before + choice["num_preempted"]
         reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
@@ -235,7 +238,7 @@ class PartialRollout:
             seed=self.request.seed,
             index=self.index,
             top_logprobs=self.top_logprobs if num_top else None,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.request.prompt_logprobs,
             num_preempted=self.num_preempted,
             num_resumes=max(len(self.replicas) - 1, 0),
             replicas=tuple(self.replicas),

@@ -114,8 +114,6 @@ class RolloutGenerator:
                 if event.get("usage"):
                     for choice in choices:
                         choice.add_usage(event["usage"])
-        for choice in choices:  # the prompt logprobs of a group come once, with choice 0
-            choice.prompt_logprobs = choice.prompt_logprobs or choices[0].prompt_logprobs
         if len(ended) < len(choices):
             raise Unreachable("the stream ended before its last event")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy.rl import fan_out, hold_renewal, holds, publish, replica
+from fastdeploy.rl import fan_out, hold_renewal, replica
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,7 +14,5 @@ def short_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "BACKOFF_S", 0.002)
         patch.setattr(fan_out, "RETRY_S", 0.01)
-        patch.setattr(holds, "RELEASE_S", 0.5)
         patch.setattr(hold_renewal, "PERIOD", 0.005)  # a ttl of 60 s is renewed every 0.3 s
-        patch.setattr(publish, "CONFIRM_S", 0.5)
         yield

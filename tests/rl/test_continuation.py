@@ -114,7 +114,7 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     partial.begin_attempt("b")
     entries = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
     partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": entries}, None)
-    assert len(partial.prompt_logprobs) == len(PROMPT)
+    assert len(partial.rollout().prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 
 
@@ -180,6 +180,14 @@ def test_a_choice_with_max_tokens_is_complete_although_its_last_event_was_lost()
     partial = begun(RolloutRequest(PROMPT, {"max_tokens": 3}), [1, 2, 3])
     partial.end_attempt_early()
     assert partial.finish_reason == "length"
+
+
+def test_all_choices_of_a_group_have_the_prompt_logprobs_also_if_the_stream_breaks_after_some_were_complete():
+    params = {"seed": 25, "max_tokens": 6, "prompt_logprobs": 0}
+    (first, second, third), server = rollouts(Fault("engine_dead", 5), params=params, n=3)
+    assert len(server.requests) > 1 and {first.num_resumes, second.num_resumes, third.num_resumes} == {0, 1}
+    assert len(first.prompt_logprobs) == len(PROMPT)
+    assert first.prompt_logprobs == second.prompt_logprobs == third.prompt_logprobs
 
 
 @pytest.mark.parametrize("field", ["n", "stream", "prompt", "request_id", "resumed_tokens"])

@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from fastdeploy.rl import holds
 from fastdeploy.rl.errors import FleetError
 from rl.fake_server import fleet
 
@@ -41,7 +42,8 @@ async def test_a_pause_whose_answer_is_lost_is_repeated_with_the_same_hold():
         assert [body["hold_id"] for body in servers[2].bodies("/v1/pause")] == ["mine"] * 3
 
 
-async def test_a_replica_that_cannot_be_reached_fails_the_pause_within_its_deadline_and_frees_the_others():
+async def test_a_replica_that_cannot_be_reached_fails_the_pause_within_its_deadline_and_frees_the_others(monkeypatch):
+    monkeypatch.setattr(holds, "RELEASE_S", 0.5)
     async with fleet(control_s=0.2) as (servers, client):
         servers[0].down = True
         with pytest.raises(FleetError, match="could not be released everywhere") as failed:
