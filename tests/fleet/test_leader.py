@@ -20,7 +20,7 @@ from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs, ResumeAr
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
-CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=0.6, rebuild_s=0.3)
+CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=0.6, rebuild_s=30.0)  # a call waits for as long as both
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
 
 
@@ -31,8 +31,8 @@ def fleet() -> Iterator[FakeFleet]:
 
 
 @contextlib.contextmanager
-def second(fleet: FakeFleet) -> Iterator[FakeGateway]:
-    gateway = FakeGateway(CONFIG, lambda: StaticLauncher([engine.placement for engine in fleet.engines]))
+def second(fleet: FakeFleet, config: FleetConfig = CONFIG) -> Iterator[FakeGateway]:
+    gateway = FakeGateway(config, lambda: StaticLauncher([engine.placement for engine in fleet.engines]))
     try:
         yield gateway
     finally:
@@ -81,9 +81,10 @@ def test_the_ttl_of_a_hold_runs_on_under_the_next_gateway(fleet):
     assert fleet.client.membership.state.holds == {}
 
 
-def test_a_second_gateway_waits_and_changes_nothing(fleet):
-    term = fleet.client.membership.leadership.term
-    with second(fleet) as other:
+def test_a_second_gateway_waits_and_changes_nothing():
+    long, short = (FleetConfig(fleet_id="fleet-1", lease_s=s, rebuild_s=s) for s in (60.0, 0.1))
+    with fake_fleet(2, config=long) as fleet, second(fleet, short) as other:
+        term = fleet.client.membership.leadership.term
         leadership = other.client.membership.leadership
         until(lambda: "lease" in leadership.why, 20, "refused by the engines")
         for path in ("/v1/pause", "/v1/resume"):
@@ -175,16 +176,23 @@ def test_a_second_gateway_leads_when_the_first_one_has_gone(fleet):
         fleet.start_gateway()
 
 
-def test_a_gateway_that_stood_still_steps_down_when_another_one_has_led(fleet):
+def test_a_gateway_that_stood_still_steps_down_when_another_one_has_led(fleet, monkeypatch):
     leadership, engine = fleet.client.membership.leadership, fleet.engines[0]
     boot_id, term = leadership.fleet, leadership.term
-    usurp = LeadArgs(boot_id, "usurper", term + 5, 3.0)
+    usurp, take, may_take = LeadArgs(boot_id, "usurper", term + 5, 0.001), leadership._take, threading.Event()
+
+    async def take_later() -> list[dict[str, Any]]:
+        await asyncio.to_thread(may_take.wait)
+        return await take()
+
+    monkeypatch.setattr(leadership, "_take", take_later)
     with fleet.stopped_gateway():
         until(lambda: leads(engine, usurp), 20, "the lease of the gateway has ended")
     until(lambda: not leadership.leads, 20, "stepped down")
     refusal = pause(fleet)
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (409, "not_leader")
     assert holds(fleet) == [[], []]
+    may_take.set()
     until(lambda: leadership.leads, 20, "leads again, since the other one is gone")
     fleet.wait_members(2)
     assert leadership.term > term + 5
