@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
-from rl.coroutines import run
+from rl.coroutines import pass_time, run
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -204,16 +205,24 @@ async def test_an_invalid_request_raises_at_once_and_is_not_repeated():
         assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
 
 
-async def test_a_failed_rollout_keeps_its_tokens():
+async def test_a_failed_rollout_keeps_its_tokens(monkeypatch):
     async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
         async with RolloutClient(server.url, max_failures=3) as client:
             with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
                 await client.generate(PROMPT, PARAMS)
         assert len(failed.value.partial[0].token_ids) == 4
         assert failed.value.partial[0].finish_reason == "abort"
+    add = PartialRollout.add_output
+
+    def add_until_it_hangs(choice: PartialRollout, *output: Any) -> None:
+        add(choice, *output)
+        if len(choice.token_ids) == 2:
+            pass_time(30.0)
+
+    monkeypatch.setattr(PartialRollout, "add_output", add_until_it_hangs)
     async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
         with pytest.raises(RolloutFailed, match="in time") as failed:
-            await client.generate(PROMPT, PARAMS, timeout_s=0.3)
+            await client.generate(PROMPT, PARAMS, timeout_s=30.0)
         assert len(failed.value.partial[0].token_ids) == 2
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
-from fastdeploy.rl import holds
 from fastdeploy.rl.errors import FleetError
+from fastdeploy.rl.replica import Replica
+from rl.coroutines import pass_time
 from rl.fake_server import fleet
 
 
@@ -43,11 +45,24 @@ async def test_a_pause_whose_answer_is_lost_is_repeated_with_the_same_hold():
 
 
 async def test_a_replica_that_cannot_be_reached_fails_the_pause_within_its_deadline_and_frees_the_others(monkeypatch):
-    monkeypatch.setattr(holds, "RELEASE_S", 0.5)
-    async with fleet(control_s=0.2) as (servers, client):
+    answered, call = [], Replica.call
+
+    async def noted(replica: Replica, method: str, path: str, *args: Any, **fields: Any) -> dict[str, Any]:
+        result = await call(replica, method, path, *args, **fields)
+        answered.append(path)
+        return result
+
+    monkeypatch.setattr(Replica, "call", noted)
+    async with fleet(control_s=30.0) as (servers, client):
         servers[0].down = True
+        task = asyncio.create_task(client.pause("keep", timeout_s=10.0))
+        for path in ("/v1/pause", "/v1/resume"):
+            while answered.count(path) < 2:
+                await asyncio.sleep(0.005)
+            assert not task.done()
+            pass_time(40.0)
         with pytest.raises(FleetError, match="could not be released everywhere") as failed:
-            await client.pause("keep", timeout_s=0.1)
+            await task
         assert [r.ok for r in failed.value.reports] == [False, True, True]
         assert "the hold may stand" in failed.value.reports[0].error.message
         assert [s.holds for s in servers[1:]] == [{}] * 2

@@ -149,7 +149,7 @@ async def test_update_weights_without_a_version_is_labelled_with_the_weight_epoc
 
 
 async def test_a_failed_call_to_all_replicas_reports_each():
-    async with fleet(2, control_s=0.3) as (servers, client):
+    async with fleet(2) as (servers, client):
         await client.set_version(7)
         assert servers[1].calls[-1] == ("/v1/update_weights", {"version": "7"})
         await client.abort_all()
