@@ -64,7 +64,7 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: 
 
 # Peers that fail: at the start, by never being ready, during a load.
 EXITS = "import sys; print('no float32 KV here'); sys.exit(3)"
-NEVER_READY = "import time; print('still loading', flush=True); time.sleep(600)"
+NEVER_READY = "echo still loading; exec sleep 600"
 DIES_LATER = """
 import http.server, os, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         print("out of memory", flush=True)
         self.server.socket.close()  # a dying server breaks and refuses connections before its exit status is known
         self.connection.shutdown(2)
-        time.sleep(1.5)
+        time.sleep(0.5)
         os._exit(9)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
@@ -95,6 +95,7 @@ def test_a_failing_peer_is_removed_with_a_reason_and_the_comparison_continues(
     peers = [Engine(name, "1", (sys.executable, "-c", code), "/ready") for name, (code, _) in failing.items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contenders, "WATCH_S", 0.1)
+        patch.setattr(contenders, "ENDING_S", 30.0)
         assert compare.run([twins()[0], *peers, twins()[1]], LOADS[:1], args, Printer(), lambda: PROBED) == 0
     told = capsys.readouterr().err.split("without ")
     for name, (_, why) in failing.items():
@@ -106,11 +107,11 @@ def test_a_failing_peer_is_removed_with_a_reason_and_the_comparison_continues(
 def test_a_peer_that_is_never_ready_is_removed_after_the_limit():
     said: list[str] = []
     running = contenders.RunningEngines(said.append)
-    engines = [Engine(name, "1", (sys.executable, "-c", code), "/ready")
-               for name, code in (("first", DIES_LATER), ("peer", NEVER_READY))]  # fmt: skip
-    with running.started(engines, ready_s=8):
+    first = Engine("first", "1", (sys.executable, "-c", DIES_LATER), "/ready")
+    peer = Engine("peer", "1", ("sh", "-c", NEVER_READY), "/ready")
+    with running.started([first], ready_s=60), running.started([peer], ready_s=2):
         assert [contender.engine.name for contender in running.contenders] == ["first"]
-    assert "without peer: the server did not become ready within 8 s" in said[-1] and "still loading" in said[-1]
+    assert "without peer: the server did not become ready within 2 s" in said[-1] and "still loading" in said[-1]
 
 
 def test_a_peer_that_is_not_installed_is_reported_by_name(

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
 from fastdeploy.entrypoints.supervisor import Supervisor
@@ -172,9 +173,9 @@ def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tre
     results: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: results.append(t.http.post("/v1/completions", json={"prompt": [1]})))
     thread.start()
-    time.sleep(0.3)  # the request may reach the engine or not: both give status 503
+    until(lambda: t.get("/v1/is_paused").json()["result"].get("num_asked"), 30, "the request is at the engine")
     os.kill(pid, signal.SIGKILL)
-    thread.join(10)
+    thread.join(30)
     assert results[0].status_code == 503 and results[0].json()["error"]["code"] == "engine_dead"
     status = t.until(lambda: t.get("/v1/is_paused"))["result"]
     assert status["pid"] != pid and t.get("/health").json()["boot_id"] != boot
@@ -205,9 +206,7 @@ def test_all_processes_end_when_the_supervisor_is_killed(tree):
     assert len(t.children()) == 3
     t.process.kill()
     t.process.wait()
-    deadline = time.monotonic() + 15
-    while left := t.left():
-        assert time.monotonic() < deadline, left
+    until(lambda: not t.left(), 30, "nothing is left")
 
 
 def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree):

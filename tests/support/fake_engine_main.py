@@ -10,6 +10,7 @@ import threading
 import uuid
 
 from fastdeploy.core.config import EngineConfig, from_json
+from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.entrypoints.engine_main import Lifeline
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
@@ -40,7 +41,12 @@ def main() -> int:
             return 1
     if config.served_model_name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    script = None if config.served_model_name == "silent" else reply_with([104, 105])
+
+    def tell_and_be_silent(add: AddRequest) -> list[m.Output]:
+        engine.status["num_asked"] = len(engine.requests)
+        return []
+
+    script = tell_and_be_silent if config.served_model_name == "silent" else reply_with([104, 105])
     engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex, pid=os.getpid())
     engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}
 

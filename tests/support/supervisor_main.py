@@ -15,7 +15,7 @@ if __name__ == "__main__":
     setup_logging("supervisor")
     engine = EngineConfig(model=model, served_model_name=name)
     serve = ServeConfig(
-        model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=2.0
+        model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=60.0
     )
     key = take_fleet_key(os.environ)
     module = "support.fake_engine_main"

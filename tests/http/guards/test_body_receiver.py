@@ -23,8 +23,13 @@ def head(body: bytes = BODY, more: str = "") -> bytes:
 
 
 @pytest.fixture
-def stack(make_stack, tmp_path):
-    stack = make_stack(upload_dir=str(tmp_path), body_idle_s=0.5)
+def body_idle_s():
+    return 60.0
+
+
+@pytest.fixture
+def stack(make_stack, tmp_path, body_idle_s):
+    stack = make_stack(upload_dir=str(tmp_path), body_idle_s=body_idle_s)
     stack.uploads = UploadEngine(stack.engine)
     return stack
 
@@ -74,6 +79,7 @@ def test_a_client_that_waits_for_100_continue_is_told_to_go_on(stack, connection
     assert read_reply(connection)[0] == 200 and stack.uploads.bodies == [BODY]
 
 
+@pytest.mark.parametrize("body_idle_s", [0.5])
 def test_a_body_that_makes_no_progress_is_a_408(stack, connection):
     connection.sendall(head() + BODY[:100_000])
     status, reply = read_reply(connection)
@@ -83,6 +89,7 @@ def test_a_body_that_makes_no_progress_is_a_408(stack, connection):
     assert not stack.uploads.bodies
 
 
+@pytest.mark.parametrize("body_idle_s", [0.5])
 def test_a_body_that_waits_for_the_engine_is_not_too_slow(stack, connection):
     """The server is the slow side."""
     stack.uploads.reads = False

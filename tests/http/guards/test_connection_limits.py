@@ -7,11 +7,12 @@ import json
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.http.guards.connection_limits import MIN_PROGRESS
 from support.fake_engine_server import reply_with
 from support.http_calls import in_thread, wait_until
 from support.upload_engine import UploadEngine
@@ -87,7 +88,7 @@ def test_a_long_url_is_a_431(make_stack):
 
 
 def test_trailers_are_dropped(make_stack):
-    stack = make_stack(body_idle_s=0.5)
+    stack = make_stack()
     stack.script(reply_with([97]))
     body = b'{"prompt": [97]}'
     chunked = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, b"x-trailer: y\r\n" * 1000)
@@ -133,14 +134,17 @@ def test_an_incomplete_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
 
 def test_a_body_that_arrives_slowly_but_steadily_is_accepted(make_stack):
     """Each part arrives in time, and all parts together take much longer than body_idle_s."""
-    stack = make_stack(body_idle_s=1.0)
+    stack = make_stack(body_idle_s=60.0)
     stack.script(reply_with([97]))
     parts = [b'{"prompt": [97]' + b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b"}"]
 
     def slowly():
-        for part in parts:
+        for part in parts[:-1]:
             yield part
-            threading.Event().wait(0.4)
+            wait_until(lambda: received(stack) >= MIN_PROGRESS)
+            (connection,) = connections(stack)
+            on_its_loop(connection, connection._overdue)
+        yield parts[-1]
 
     assert stack.http.post("/v1/completions", content=slowly()).status_code == 200
 
@@ -199,9 +203,20 @@ def send(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
+def connections(stack) -> tuple:
+    return tuple(stack.server._server.server_state.connections)
+
+
+def on_its_loop(connection, action: Callable[[], None]) -> None:
+    """Run ``action`` on the event loop of a connection of the server, and wait for its end."""
+    done = threading.Event()
+    connection.loop.call_soon_threadsafe(lambda: (action(), done.set()))
+    assert done.wait(20)
+
+
 def received(stack) -> int:
-    """Return the bytes of incomplete bodies that the server has read."""
-    return sum(connection._progress for connection in tuple(stack.server._server.server_state.connections))
+    """Return the bytes of incomplete bodies that the server has read since the last look at their progress."""
+    return sum(connection._progress for connection in connections(stack))
 
 
 def test_a_large_body_waits_for_room_and_is_then_served(make_stack):
@@ -218,20 +233,12 @@ def test_a_large_body_waits_for_room_and_is_then_served(make_stack):
 
 def test_a_body_that_waits_too_long_for_room_is_a_429(make_stack):
     stack = make_stack(max_bodies_mb=256, max_body_mb=256, body_idle_s=2.0)
-    done = threading.Event()
-
-    def steadily(connection: socket.socket) -> None:
-        for _ in range(200):
-            if not done.wait(0.1):
-                send(connection, b" " * MIB)
-
-    with connected(stack, half_body(256 * MIB)[: 2 * MIB]) as connection:
+    with connected(stack, half_body(256 * MIB)[: 2 * MIB]):
         wait_until(lambda: received(stack) > 0)
-        sender = in_thread(steadily, connection)
+        for connection in connections(stack):
+            on_its_loop(connection, connection._stop_timer)  # the first body arrives steadily
         body = b'{"prompt": [97]' + b" " * MIB + b"}"
         reply = stack.http.post("/v1/completions", content=body, timeout=100)
-        done.set()
-        sender.result()
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "server_busy")
     assert reply.headers["retry-after"] == "1" and reply.headers["connection"] == "close"
 
