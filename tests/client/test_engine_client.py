@@ -43,7 +43,7 @@ async def connected(endpoint: str, engine: FakeEngine | None, **settings):
     client.start()
     try:
         if engine is not None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await client.connected.wait()
         yield client
     finally:
@@ -309,7 +309,7 @@ async def test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everyth
         killable.beating = False
         with pytest.raises(errors.EngineStalled, match="silent for 0.2 s"):
             await next_outputs(stream)
-        assert await asyncio.to_thread(process.wait, 10) == -signal.SIGKILL
+        assert await asyncio.to_thread(process.wait, 30) == -signal.SIGKILL
 
 
 CALLS = (m.PauseArgs(), m.MetricsArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs())

@@ -99,6 +99,12 @@ def descendants(pid: int) -> list[int]:
     return live + [pid for child in live for pid in descendants(child)]
 
 
+def shared_memory(pids: list[int]) -> set[str]:
+    """Return the files in /dev/shm that the processes have mapped. Other tests have files there, too."""
+    mapped = [line.split(maxsplit=5)[-1] for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {path for path in mapped if path.startswith("/dev/shm/")}
+
+
 class Reply:
     def __init__(self, response: httpx.Response):
         self.status, self.headers, self.body = response.status_code, response.headers, response.content
@@ -141,7 +147,7 @@ class Server:
         def ready() -> bool:
             assert self.process.poll() is None, self.log()
             try:
-                return self.get("/ready", timeout=5).status == 200
+                return self.get("/ready", timeout=30).status == 200
             except httpx.TransportError:
                 return False
 
@@ -189,7 +195,7 @@ class Server:
         for pid in [*descendants(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
 
     def remove(self) -> None:
         """Kill all processes that a test left, and delete the server's files."""

@@ -280,7 +280,7 @@ def test_a_stop_ends_everything_and_leaves_nothing(how):
         assert len(pids) == 1 + 2 * 3, "a gateway, and an engine and an API server for each replica"
         assert fleet.stop(how, seconds=20) == 0, fleet.log()
         for one in streams:
-            one.wait_end(5)
+            one.wait_end(30)
             assert one.finals == ["abort"] and one.done_seen, (one.finals, one.error)
         assert not [pid for pid in pids if alive(pid)]
         assert fleet.leftovers() == []
@@ -293,7 +293,7 @@ def test_a_killed_parent_ends_everything():
         pids = fleet.pids("fastdeploy.entrypoints")
         fleet.process.kill()
         until(lambda: not [pid for pid in pids if alive(pid)], 20, "all processes are gone")
-        until(lambda: fleet.leftovers() == [], 5, "the socket folder is gone")
+        until(lambda: fleet.leftovers() == [], 30, "the socket folder is gone")
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_full_queue_is_429(with_short_queue):
     server.post("/v1/pause", {"mode": "keep"})
     with concurrent.futures.ThreadPoolExecutor(room) as pool:
         held = [pool.submit(client.completions.create, **ask) for _ in range(room)]
-        until(lambda: waiting(server) == room, 10, "all places are taken")
+        until(lambda: waiting(server) == room, 30, "all places are taken")
         with pytest.raises(openai.RateLimitError):
             client.completions.create(**ask)
         server.post("/v1/resume")

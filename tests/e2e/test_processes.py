@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, shared_memory, until
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
     error = pause.exception(20)  # a broken connection, if the killed API server had the call
     assert isinstance(error, httpx.TransportError) or pause.result().status == 200
     server.post("/v1/resume")
-    until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
+    until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 30, "KV is back")
 
 
 def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(server):
@@ -165,7 +165,7 @@ def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
     until(lambda: server.metric("num_requests_running") == 1, 20, "the request runs")
     client.kill()
     client.wait()
-    until(lambda: server.metric("num_requests_running") == 0, 10, "the request is cancelled")
+    until(lambda: server.metric("num_requests_running") == 0, 30, "the request is cancelled")
     assert ended(server) == (aborted + 1, whole), "the request was cancelled, not run to its end"
 
 
@@ -184,9 +184,11 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(i
 def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
     with stuck_engine(server) as stream:
+        os.kill(server.process.pid, signal.SIGSTOP)  # no new engine starts before /health was asked
         assert "silent for 2 s" in stream.wait_end(20).error["message"]
-        health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health is 503")
+        health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 30, "/health is 503")
         assert "silent" in health["reason"]
+        os.kill(server.process.pid, signal.SIGCONT)
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
@@ -211,13 +213,13 @@ def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server
     if paused:
         server.post("/v1/pause", {"mode": "keep"})
     pids = [server.engine_pid, *server.api_pids]
-    shared_before = set(os.listdir("/dev/shm"))
+    shared = shared_memory(pids)
     assert server.stop(how, seconds=20) == 0
-    stream.wait_end(5)
+    stream.wait_end(30)
     assert stream.finals == ["abort"] and stream.done_seen, (stream.finals, stream.error, len(stream.tokens))
     assert not [p for p in pids if alive(p)]
     assert server.leftovers() == []
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not [path for path in shared if os.path.exists(path)]
 
 
 def test_a_killed_supervisor_ends_all_its_processes(start_server):
@@ -225,7 +227,7 @@ def test_a_killed_supervisor_ends_all_its_processes(start_server):
     pids = [server.engine_pid, *server.api_pids]
     server.process.kill()
     until(lambda: not [p for p in pids if alive(p)], 20, "all children are gone")
-    until(lambda: server.leftovers() == [], 5, "the socket folder is gone")
+    until(lambda: server.leftovers() == [], 30, "the socket folder is gone")
 
 
 @pytest.mark.slow  # 15 s of waits between restarts. test_supervisor.py has the case of an engine that fails at once.

@@ -105,7 +105,7 @@ def test_a_removal_does_not_wait_longer_than_it_may(fleet):
 @pytest.mark.slow
 def test_the_end_of_a_drain_needs_no_request(fleet):
     async def drain() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await fleet.client.membership.drain("replica-1")
 
     fleet.run(drain())

@@ -34,7 +34,7 @@ class FuzzedServer:
     def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response | None:
         """Return the checked answer, or None after CLIENT_TIMEOUT_S seconds. kwargs: of httpx."""
         try:
-            reply = self.http.request(method, path, timeout=CLIENT_TIMEOUT_S, **kwargs)
+            reply = self.http.request(method, path, timeout=httpx.Timeout(60, read=CLIENT_TIMEOUT_S), **kwargs)
         except httpx.ReadTimeout:
             self.check_alive()
             return None

@@ -33,7 +33,7 @@ def test_an_unexpected_exception_is_a_json_500_and_the_connection_stays_open(sta
         raise ZeroDivisionError
 
     monkeypatch.setattr(stack.server.client, "call", fail)
-    connection = http.client.HTTPConnection("127.0.0.1", stack.http.base_url.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", stack.http.base_url.port, timeout=30)
     connection.connect()
     connection.auto_open = 0
     for _ in range(2):

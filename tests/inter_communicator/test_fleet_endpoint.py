@@ -53,7 +53,7 @@ class Engine:
     def close(self) -> None:
         self._ended.set()
         self.transport.wake()
-        self._thread.join(10)
+        self._thread.join(30)
         assert not self._thread.is_alive()
         self.transport.close()
 
@@ -126,7 +126,7 @@ async def test_a_client_that_speaks_without_keys_reaches_nothing():
         monitor = plain.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         plain.connect(engine.fleet)
         await plain.send(msgspec.msgpack.encode(m.Hello(1)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await monitor.recv_multipart()
         assert engine.received == []
         context.destroy(linger=0)
@@ -227,7 +227,7 @@ async def test_bytes_that_are_no_message_do_not_disturb_the_engine(frame):
         await bad.send(frame)
         await bad.send_multipart([b"", frame, frame])
         await bad.send(msgspec.msgpack.encode(m.Hello(5)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await bad.recv()  # the Welcome: the engine has read all of them
         assert engine.received[-1] == m.Hello(5)
         async with connected(engine.fleet, SECRET) as gateway:

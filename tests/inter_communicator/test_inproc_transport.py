@@ -57,5 +57,5 @@ def test_wake_ends_a_blocked_recv():
     thread = threading.Thread(target=lambda: results.append(transport.recv(None)))
     thread.start()
     transport.wake()
-    thread.join(10)
+    thread.join(30)
     assert results == [[]]

@@ -45,7 +45,7 @@ def dealer(endpoint: str, identity: bytes) -> zmq.Socket:
 
 
 def recv_all(router: ZmqRouterTransport, count: int) -> list:
-    messages, deadline = [], time.monotonic() + 10.0
+    messages, deadline = [], time.monotonic() + 30
     while len(messages) < count:
         messages += router.recv(1.0)
         assert time.monotonic() < deadline, "timed out"
@@ -101,7 +101,7 @@ def test_a_send_to_a_disconnected_client_returns_false(endpoint, router):
     recv_all(router, 1)
     assert router.send("short-lived", m.Goodbye())
     socket.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while router.send("short-lived", m.Goodbye()):
         assert time.monotonic() < deadline
         router.recv(0.01)
@@ -113,7 +113,7 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
     thread = threading.Thread(target=lambda: results.append(router.recv(None)))
     thread.start()
     router.wake()
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive() and results == [[]]
     router.wake()
     assert router.recv(None) == []
@@ -127,7 +127,7 @@ async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoin
     for i in range(500):
         router.send(client, m.Fence(fence_id=i))
     router.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         got = [message.fence_id async for message in connection.messages()]
     assert got == list(range(500))
     connection.close()

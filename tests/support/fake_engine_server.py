@@ -69,7 +69,7 @@ class FakeEngine:
         output = m.Output(request_id=request_id, choice=choice, token_ids=token_ids, **fields)
         self.do(lambda: self._transport.send(self._owner[request_id], m.Outputs([output])))
 
-    def expect(self, kind: type, timeout_s: float = 10.0) -> Any:
+    def expect(self, kind: type, timeout_s: float = 30.0) -> Any:
         """Return the next message of ``kind`` that a client sent, and drop those before it."""
         while True:
             message = self.seen.get(timeout=timeout_s)

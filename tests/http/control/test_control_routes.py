@@ -286,7 +286,7 @@ def test_an_open_pause_is_answered_when_the_engine_dies(stack):
     reply = in_thread(stack.post, "/v1/pause", timeout_s=600)
     stack.engine.expect(m.PauseArgs)
     stack.engine.die()
-    assert_error(reply.result(10), 503, "engine_dead")
+    assert_error(reply.result(30), 503, "engine_dead")
     stack.restart_engine()
 
 

@@ -48,7 +48,7 @@ def test_an_update_is_one_commit_that_neither_pauses_nor_resumes(stack):
     answer(stack, m.UpdateWeightsArgs, {"version": "4"})
     reply = stack.post("/areal_update_weights", model_path="/ckpt").json()
     assert (reply["success"], reply["report"]) == (True, {"version": "4"})
-    assert stack.engine.seen.get(timeout=5).args == m.UpdateWeightsArgs(FolderSource("/ckpt"), kv="recompute")
+    assert stack.engine.seen.get(timeout=30).args == m.UpdateWeightsArgs(FolderSource("/ckpt"), kv="recompute")
     assert stack.engine.seen.empty()
 
 

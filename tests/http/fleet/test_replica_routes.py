@@ -60,7 +60,7 @@ def test_a_drain_that_takes_too_long_is_answered_and_goes_on(fleet):
     fleet.http.post("/v1/pause", json={"mode": "keep"})
     try:
         with fleet.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
-            busy = until(lambda: [r for r in replicas(fleet).values() if r["in_flight"]], 10, "it is placed")[0]
+            busy = until(lambda: [r for r in replicas(fleet).values() if r["in_flight"]], 30, "it is placed")[0]
             call = {"name": busy["name"], "timeout_s": 0.05}
             result = fleet.http.post("/v1/replicas/drain", json=call).json()["result"]
             assert (result["state"], result["in_flight"]) == ("draining", 1)
@@ -110,6 +110,6 @@ def test_a_server_of_its_own_lists_itself(stack):
 
 def test_a_server_whose_engine_is_gone_lists_itself_as_starting(stack):
     stack.engine.die()
-    until(lambda: stack.http.get("/health").status_code == 503, 10, "the loss is noticed")
+    until(lambda: stack.http.get("/health").status_code == 503, 30, "the loss is noticed")
     [entry] = stack.http.get("/v1/replicas").json()["replicas"]
     assert entry["state"] == "starting" and "engine" in entry["why"]

@@ -183,7 +183,7 @@ def test_a_stop_string_cancels_its_choice_and_cuts_tokens_logprobs_and_spans_aft
     assert stack.engine.expect(m.CancelRequest) == m.CancelRequest("s", 0, "stop")
     stack.engine.emit("s", list(b"late"), **_fields(add, 4))
     stack.engine.emit("s", list(b"cd"), choice=1, finish_reason="length", **_fields(add, 2))
-    reply = future.result(10).json()
+    reply = future.result(30).json()
     first, second = reply["choices"]
     assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("ab", "stop", "YZ")
     assert first["token_ids"] == list(b"abYZ") and len(first["logprobs"]["tokens"]) == 4
@@ -279,7 +279,7 @@ def test_the_death_of_the_engine_is_answered_with_the_tokens_so_far(stack):
     stack.engine.expect(AddRequest)
     stack.engine.emit("r", list(b"hi"))
     stack.engine.die()
-    reply = future.result(10)
+    reply = future.result(30)
     assert reply.status_code == 503 and "retry-after" in reply.headers
     assert reply.json()["error"]["code"] == "engine_dead"
     assert reply.json()["choices"][0]["token_ids"] == list(b"hi")
@@ -323,7 +323,7 @@ def test_a_shutdown_answers_open_requests_with_their_tokens_so_far(stack):
     stack.engine.expect(AddRequest)
     stack.engine.emit("open", [97])
     stack.server._server.should_exit = True
-    choice = future.result(10).json()["choices"][0]
+    choice = future.result(30).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "abort")
 
 
