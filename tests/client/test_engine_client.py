@@ -8,11 +8,12 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.engine_client import STALL_SLICES, EngineClient
 from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine, reply_with
+from support.loop_clock import pass_time
 
 
 @pytest.fixture
@@ -300,15 +302,27 @@ def killable(endpoint, process):
     engine.die()
 
 
+STALL_S = 60.0
+
+
+async def pass_slices_until(condition: Callable[[], bool]) -> None:
+    """Let slices of the watch pass, by the event loop's clock, until ``condition`` is true."""
+    while not condition():
+        pass_time(STALL_S / STALL_SLICES)
+        await asyncio.sleep(0.001)
+
+
 async def test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open(
     endpoint, killable, process
 ):
-    async with connected(endpoint, killable, stall_s=0.2) as client:
+    async with connected(endpoint, killable, stall_s=STALL_S) as client:
         stream = await client.submit(request())
         await expect(killable, AddRequest)
         killable.beating = False
-        with pytest.raises(errors.EngineStalled, match="silent for 0.2 s"):
-            await next_outputs(stream)
+        read = asyncio.ensure_future(next_outputs(stream))
+        await pass_slices_until(read.done)
+        with pytest.raises(errors.EngineStalled, match="silent for 60 s"):
+            await read
         assert await asyncio.to_thread(process.wait, 30) == -signal.SIGKILL
 
 
@@ -317,18 +331,23 @@ CALLS = (m.PauseArgs(), m.MetricsArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v
 
 async def test_all_calls_to_a_silent_engine_end_as_stalled(endpoint, killable):
     killable.replies = {type(args): lambda call: None for args in CALLS}
-    async with connected(endpoint, killable, stall_s=0.2) as client:
+    async with connected(endpoint, killable, stall_s=STALL_S) as client:
         killable.beating = False
-        results = await asyncio.gather(*map(client.call, CALLS), return_exceptions=True)
-        assert {type(result) for result in results} == {errors.EngineStalled}
+        calls = asyncio.gather(*map(client.call, CALLS), return_exceptions=True)
+        await pass_slices_until(calls.done)
+        assert {type(result) for result in await calls} == {errors.EngineStalled}
 
 
 async def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, killable, process):
     killable.replies = {type(args): lambda call: None for args in CALLS}
-    async with connected(endpoint, killable, stall_s=0.3) as client:
+    async with connected(endpoint, killable, stall_s=STALL_S) as client:
         calls = asyncio.gather(*map(client.call, CALLS))
         sent = [await expect(killable, type(args)) for args in CALLS]
-        await asyncio.sleep(0.9)
+        for _ in range(3 * STALL_SLICES):
+            heard = client._num_heard
+            pass_time(STALL_S / STALL_SLICES)
+            while client._num_heard == heard:
+                await asyncio.sleep(0.001)
         assert process.poll() is None and not calls.done()
         for call in sent:
             killable.send(m.Reply(call.call_id, {"ok": 1}))

@@ -27,13 +27,6 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def pass_time(seconds: float) -> None:
-    """Put the running event loop's clock ahead. What waits for at most ``seconds`` is overdue in the next turn."""
-    loop = asyncio.get_running_loop()
-    now = loop.time
-    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
-
-
 async def until_running(client: RolloutClient, count: int, *tasks: asyncio.Task) -> None:
     """Wait until ``count`` choices run on every replica, or all ``tasks`` are done."""
     for replica in client.replicas:

@@ -15,8 +15,9 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
-from rl.coroutines import pass_time, run
+from rl.coroutines import run
 from rl.fake_server import EOS, FakeServer, Fault, token_at
+from support.loop_clock import pass_time
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "prompt_logprobs": 0}

@@ -10,8 +10,8 @@ import pytest
 
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.replica import Replica
-from rl.coroutines import pass_time
 from rl.fake_server import fleet
+from support.loop_clock import pass_time
 
 
 async def test_a_paused_block_pauses_all_replicas_by_one_hold_and_resumes_all():
