@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,8 +24,16 @@ def fleet() -> Iterator[FakeFleet]:
 
 def under_load(fleet: FakeFleet, num: int) -> list:
     """Begin ``num`` requests, and return once both replicas have some."""
-    replies = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i]}) for i in range(num)]
-    until(lambda: all(r.in_flight for r in fleet.client.membership.replicas.values()), 20, "both have requests")
+    replicas = fleet.client.membership.replicas.values()
+    return begin(fleet, [[i] for i in range(num)], lambda: all(r.in_flight for r in replicas), "both have requests")
+
+
+def begin(fleet: FakeFleet, prompts: list[list[int]], condition: Callable[[], object], what: str) -> list:
+    """Send a request for each prompt. None of them ends before ``condition`` was true."""
+    fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "none-ends"})
+    replies = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": p}) for p in prompts]
+    until(condition, 20, what)
+    fleet.http.post("/v1/resume", json={"hold_id": "none-ends"})
     return replies
 
 
@@ -40,8 +48,8 @@ def test_a_drained_replica_ends_its_requests_and_gets_no_new_ones(fleet):
     replies = under_load(fleet, 6)
     fleet.run(membership.drain("replica-0"))
     assert (replica.state, replica.in_flight) == (ReplicaState.DRAINING, 0)
-    later = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i]}) for i in range(4)]
-    until(lambda: other.in_flight == 4, 20, "the new requests run at the other replica")
+    prompts = [[i] for i in range(4)]
+    later = begin(fleet, prompts, lambda: other.in_flight >= 4, "the new requests are at the other replica")
     assert replica.in_flight == 0
     check(replies)
     check(later)
@@ -85,8 +93,8 @@ def test_a_replica_that_is_added_under_load_joins_and_gets_requests(fleet):
     name = fleet.run(fleet.client.membership.add())
     until(lambda: name in fleet.client.membership.replicas, 20, "listed")
     until(lambda: fleet.replica(name).state is ReplicaState.MEMBER, 20, "a member")
-    later = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i, i]}) for i in range(6)]
-    until(lambda: fleet.replica(name).in_flight, 20, "a request at the new replica")
+    prompts = [[i, i] for i in range(6)]
+    later = begin(fleet, prompts, lambda: fleet.replica(name).in_flight, "a request at the new replica")
     check(replies)
     for i, reply in enumerate(later):
         assert reply.result(20).json()["choices"][0]["token_ids"] == expected_tokens([i, i], BODY["max_tokens"])
