@@ -14,11 +14,12 @@ from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
+SLOW_S = 0.05  # of a step, until a test waits for the reply: no request ends before the test has disturbed it
 
 
 @pytest.fixture
 def fleet():
-    with fake_fleet(2, runner={"step_s": 0.004}) as fleet:
+    with fake_fleet(2, runner={"step_s": SLOW_S}) as fleet:
         yield fleet
 
 
@@ -26,6 +27,7 @@ class Asked:
     """A completion that is asked for on another thread."""
 
     def __init__(self, fleet: FakeFleet, **body: Any):
+        self._fleet = fleet
         self._thread = threading.Thread(target=self._ask, args=(fleet, BODY | body), daemon=True)
         self._thread.start()
 
@@ -33,6 +35,8 @@ class Asked:
         self._reply = fleet.http.post("/v1/completions", json=body)
 
     def reply(self) -> dict[str, Any]:
+        for engine in self._fleet.engines:
+            engine.runner.pace_s = 0.0
         self._thread.join(30)
         assert self._reply.status_code == 200, self._reply.text
         return self._reply.json()
@@ -169,7 +173,8 @@ def test_a_new_request_waits_for_the_restart_of_the_only_replica():
 
 
 def test_a_fleet_without_a_member_so_far_refuses_requests():
-    gateway = FakeGateway(FleetConfig(fleet_id="fleet-1"), lambda: StaticLauncher([]))
+    config = FleetConfig(fleet_id="fleet-1", lease_s=0.1, rebuild_s=0.1)  # the request waits for as long as both
+    gateway = FakeGateway(config, lambda: StaticLauncher([]))
     refused = gateway.http.post("/v1/completions", json=BODY | {"prompt": [1], "max_tokens": 2})
     assert refused.status_code == 503 and refused.headers["Retry-After"]
     gateway.end_gateway()
@@ -177,7 +182,7 @@ def test_a_fleet_without_a_member_so_far_refuses_requests():
 
 def test_no_replica_for_too_long_is_an_error_of_the_engine():
     config = FleetConfig(fleet_id="fleet-1", failover_s=0.3)
-    with fake_fleet(1, runner={"step_s": 0.004}, config=config) as fleet:
+    with fake_fleet(1, runner={"step_s": SLOW_S}, config=config) as fleet:
         asked = Asked(fleet, prompt=[1, 2], max_tokens=100)
         busy(fleet).kill()
         asked._thread.join(30)
