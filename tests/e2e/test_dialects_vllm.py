@@ -107,6 +107,7 @@ def test_skyrls_colocated_step_discards_the_weights_and_publishes_new_ones(to_up
 def test_trls_update_freezes_requests_replaces_weights_and_resumes(to_update, new_weights):
     """Pause with cleared caches, upload in one chunk, resume: later tokens come from the new weights."""
     server = to_update
+    before = server.metric("generation_tokens_total")
     stream = LiveStream(server, PROMPT, max_tokens=2000).wait_for_tokens(5)
     server.post("/pause?mode=keep").ok()
     made = server.metric("generation_tokens_total")
@@ -116,7 +117,8 @@ def test_trls_update_freezes_requests_replaces_weights_and_resumes(to_update, ne
     assert server.post("/finish_weight_update", {"weight_version": 7}).ok()["weight_version"] == "7"
     assert server.get("/is_paused").ok()["is_paused"] is True
     assert server.metric("generation_tokens_total") == made
-    frozen = len(stream.tokens)
+    frozen = int(made - before)
+    until(lambda: len(stream.tokens) == frozen, 30, "the reader has all tokens")
     server.post("/resume").ok()
     assert stream.wait_end().finals == ["length"] and len(stream.tokens) == 2000
     switch = next(span["start"] for span in stream.spans if span["version"] == "7")

@@ -322,7 +322,7 @@ def test_the_sync_client_loads_pauses_and_unloads():
 async def test_on_a_real_server_a_swap_of_one_adapter_in_its_pause_leaves_the_others_alone(tmp_path):
     policies = {k: write_adapter(tmp_path / f"a{k}", f"a{k}") for k in (1, 2, 3)}
     params = {"max_tokens": 60, "ignore_eos": True}
-    with real_server(runner={"step_s": 0.005}) as server:
+    with real_server(runner={"step_s": 0.05}) as server:  # until the pause has disturbed the request
         async with RolloutClient(server.url) as client:
             await client.load_adapter("a", policies[1], version="p1")
             await client.load_adapter("b", policies[3])
@@ -330,6 +330,7 @@ async def test_on_a_real_server_a_swap_of_one_adapter_in_its_pause_leaves_the_ot
             while not server.post("/v1/abort_requests", lora_name="a").json()["result"]["aborted"]:
                 await asyncio.sleep(0.01)
             async with client.paused("abort", lora_name="a", admission="hold"):
+                server.runner.pace_s = 0.0
                 assert await client.is_paused(lora_name="a") and not await client.is_paused()
                 other = await client.generate(PROMPT, params, lora_name="b")
                 await client.load_adapter("a", policies[2], version="p2")

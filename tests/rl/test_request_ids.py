@@ -19,9 +19,16 @@ PARAMS = {"max_tokens": 60, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
-    with real_server(runner={"step_s": 0.002}, max_num_seqs=8) as server:
+def shared() -> Iterator[RealServer]:
+    with real_server(max_num_seqs=8) as server:
         yield server
+
+
+@pytest.fixture
+def server(shared: RealServer) -> RealServer:
+    """A server whose steps are slow until a test has disturbed its request, which would take 3 s."""
+    shared.runner.pace_s = 0.05
+    return shared
 
 
 async def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
@@ -30,6 +37,7 @@ async def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
         for _ in range(2):
             await until_running(client, 4, task)
             await client.abort_all()
+        server.runner.pace_s = 0.0
         rollouts = await task
     assert [r.token_ids for r in rollouts] == [expected_tokens(PROMPT, 60)] * 4
     assert all(r.num_resumes >= 1 for r in rollouts), "every choice was aborted"
@@ -44,6 +52,7 @@ async def test_a_stale_answer_is_generated_again_although_the_server_retained_it
         task = asyncio.create_task(client.generate(PROMPT, PARAMS | {"retain_s": 600.0}, **options))
         await until_running(client, 1, task)
         await client.update_weights(str(tmp_path / "w2"))
+        server.runner.pace_s = 0.0
         rollout = await task
     assert rollout.staleness == 0 and len(rollout.spans) == 1
     assert rollout.token_ids == expected_tokens(PROMPT, 60, weights=2)
