@@ -30,7 +30,7 @@ def started(code: str, folder: Path) -> ServerProcess:
 def test_a_child_that_outlives_the_server_is_found_and_killed(tmp_path: Path):
     server = started(LEAKS, tmp_path)
     try:
-        assert server.stop(10)[0] == 0
+        assert server.stop(30)[0] == 0
         assert len(server.left_over()) == 1
     finally:
         server.kill()

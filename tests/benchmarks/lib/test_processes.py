@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.lib.processes import cpu_seconds, send_all, session_processes
+from e2e.server import until
+from fastdeploy.engine.processes import process_runs
 
 SPINS = "import os\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nwhile True: pass"
 
@@ -39,7 +41,7 @@ def test_cpu_time_grows_while_a_server_spins_and_stands_still_while_it_is_stoppe
         time.sleep(0.01)
     assert cpu_seconds(both) > before
     send_all(both, signal.SIGSTOP)
-    time.sleep(0.1)
+    until(lambda: [process_runs(pid) for pid in both] == [False, False], 30, "both are stopped")
     stopped = cpu_seconds(both)
     time.sleep(0.3)
     assert cpu_seconds(both) == stopped

@@ -103,7 +103,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(url, tmp_path):
     assert (events[0]["update"], events[0]["drawn"]) == (saved["update"], saved["drawn"])
     assert of_kind(events, "sync")[0]["publication"] == saved["publication"]
     assert [update["update"] for update in of_kind(events, "update")] == [saved["update"] + 1]
-    served = httpx.get(url + "/v1/weights").json()["result"]["version"]
+    served = httpx.get(url + "/v1/weights", timeout=30).json()["result"]["version"]
     assert served == str(saved["publication"] + 1)
     assert events[-1]["unexplained"] == 0
     told = sum(rollout["tokens"] for rollout in of_kind(dead, "rollout"))

@@ -126,8 +126,8 @@ def test_missing_and_wrong_keys_are_a_401_in_openais_format(guarded):
 @pytest.mark.parametrize("path", ["/v1/pause", "/v1/pause/", "/v1/%70ause", "/pause", "/v1/update_weights"])
 def test_an_api_key_opens_no_control_route_in_any_spelling_of_its_path(guarded, path):
     url = guarded.server.control_url + path
-    assert httpx.post(url, json={}).status_code == 401
-    reply = httpx.post(url, json={}, headers=bearer(DATA))
+    assert httpx.post(url, json={}, timeout=30).status_code == 401
+    reply = httpx.post(url, json={}, headers=bearer(DATA), timeout=30)
     assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
     assert guarded.http.head("/flush_cache", headers=bearer(DATA)).status_code == 403
 
@@ -141,7 +141,7 @@ def test_control_routes_are_answered_on_the_control_port_which_answers_all_route
     reply = guarded.http.post("/v1/pause", headers=bearer(CONTROL))
     port = guarded.server.control_url.rpartition(":")[2]
     assert reply.status_code == 403 and port in reply.json()["error"]["message"]
-    with httpx.Client(base_url=guarded.server.control_url, headers=bearer(CONTROL)) as control:
+    with httpx.Client(base_url=guarded.server.control_url, headers=bearer(CONTROL), timeout=30) as control:
         assert control.post("/v1/pause").json()["result"] == {"paused": True}
         assert control.post("/v1/completions", json={"prompt": [97]}).status_code == 200
         assert control.get("/health").status_code == 200

@@ -68,10 +68,11 @@ def guarded(tmp_path_factory) -> Iterator[Served]:
 def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
     data, control = guarded.urls
     headers = {"authorization": f"Bearer {CONTROL}", "connection": "close"}
+    update = {"model_path": "/x"}
 
     def statuses() -> set[tuple[int, int]]:
         return {
-            tuple(httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}, headers=headers).status_code
+            tuple(httpx.post(url + "/v1/update_weights", json=update, headers=headers, timeout=30).status_code
                   for url in (data, control))
             for _ in range(8)
         }  # fmt: skip
@@ -108,7 +109,7 @@ def test_no_command_line_no_log_and_not_the_engine_has_a_key(guarded):
     [engine] = children["fake_engine_main"]
     environment = Path(f"/proc/{engine}/environ").read_bytes()
     assert environment and not any(secret in environment for secret in secrets)
-    httpx.post(guarded.urls[0] + "/v1/pause", headers={"authorization": f"Bearer {DATA}"})
+    httpx.post(guarded.urls[0] + "/v1/pause", headers={"authorization": f"Bearer {DATA}"}, timeout=30)
     assert not any(secret.decode() in guarded.log_path.read_text() for secret in secrets)
 
 
@@ -120,7 +121,7 @@ def test_an_exposed_server_warns_once_at_start(tmp_path, flags, said):
     served = Served(tmp_path, "--host", "0.0.0.0", *flags)
     try:
         url = served.urls[0].replace("0.0.0.0", "127.0.0.1")
-        status = httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}).status_code
+        status = httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}, timeout=30).status_code
         assert status == (200 if flags else 403)
     finally:
         assert served.stop() == 0

@@ -245,7 +245,7 @@ def test_a_client_that_disconnects_before_any_token_cancels_its_request(stack, s
 def test_a_client_that_disconnects_during_a_stream_cancels_its_request(stack):
     stack.script(lambda add: [one_output(add, 0, [97], 0)])
     body = {"prompt": "a", "stream": True, "request_id": "gone"}
-    with httpx.stream("POST", stack.server.url + "/v1/completions", json=body) as response:
+    with httpx.stream("POST", stack.server.url + "/v1/completions", json=body, timeout=30) as response:
         assert "data:" in next(response.iter_lines())
     assert stack.engine.expect(m.CancelRequest) == m.CancelRequest("gone", None, "abort")
 
