@@ -133,7 +133,7 @@ class FakeEngine:
                 self.seen.put(message)
                 self._send_next(client, iter(self._script(message) if self._script else []))
             case m.FenceAck(fence_id=fence_id) if fence_id in self._unsent:
-                for _ in range(1000):
+                for _ in range(20_000):  # while the client's event loop is busy
                     if self.taken():
                         break
                     time.sleep(0.001)
