@@ -24,6 +24,7 @@ from benchmarks.lib.perturb import perturbed_copy
 from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = list(range(40, 60))
+LONG = 3900  # tokens of a request that runs for seconds, until a test has disturbed it and aborts it
 SMALL = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048")
 
 
@@ -285,6 +286,13 @@ class LiveStream(threading.Thread):
     def wait_for_tokens(self, count: int = 1) -> LiveStream:
         until(lambda: len(self.tokens) >= count or self.ended.is_set(), 60, f"{count} tokens")
         assert len(self.tokens) >= count, (self.tokens, self.error)
+        return self
+
+    def abort(self) -> LiveStream:
+        """Abort all requests of the server, and wait for the end of this stream."""
+        self.server.post("/v1/abort_requests", {"abort_all": True}).ok()
+        self.wait_end()
+        assert self.finals == ["abort"], (self.finals, self.error)
         return self
 
     def wait_end(self, seconds: float = 60.0) -> LiveStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from e2e.server import PROMPT, LiveStream, in_background, until
+from e2e.server import LONG, PROMPT, LiveStream, in_background, until
 
 
 def generate(server, count: int, **more) -> dict:
@@ -27,7 +27,7 @@ def test_generation_from_token_ids_equals_a_completion(live):
 def test_keep_freezes_streams_and_holds_new_requests(live, alone):
     """SkyRL and TRL rely on this behaviour: nothing is aborted or refused, and no token changes."""
     before = live.metric("generation_tokens_total")
-    stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
+    stream = LiveStream(live, PROMPT, max_tokens=LONG).wait_for_tokens(5)
     live.post("/pause?mode=keep&clear_cache=false").ok()
     assert live.get("/is_paused").ok()["is_paused"] is True
     frozen = live.metric("generation_tokens_total") - before
@@ -36,18 +36,20 @@ def test_keep_freezes_streams_and_holds_new_requests(live, alone):
     until(lambda: counts(live)["queued"] == 1, 30, "the late request is held")
     assert live.metric("generation_tokens_total") - before == frozen == len(stream.tokens) and not late.done()
     live.post("/resume").ok()
-    assert stream.wait_end().finals == ["length"]
-    assert stream.tokens == alone[:1500]
     assert late.result(60)["token_ids"] == alone[:20]
+    tokens = stream.wait_for_tokens(frozen + 500).abort().tokens
+    assert tokens[:2500] == alone[: len(tokens)]
 
 
 def test_the_cache_can_be_reset_while_frozen_and_nothing_changes(live, alone):
-    stream = LiveStream(live, PROMPT, max_tokens=1200).wait_for_tokens(5)
+    stream = LiveStream(live, PROMPT, max_tokens=LONG).wait_for_tokens(5)
     live.post("/pause?mode=keep&clear_cache=false").ok()
     reset = live.post("/reset_prefix_cache", {"reset_running_requests": True}).ok()
     assert (reset["success"], reset["requests_to_recompute"]) == (True, 1)
+    frozen = len(stream.tokens)
     live.post("/resume").ok()
-    assert stream.wait_end().tokens == alone[:1200]
+    tokens = stream.wait_for_tokens(frozen + 500).abort().tokens
+    assert tokens[:2500] == alone[: len(tokens)]
 
 
 def test_an_aborted_generation_is_a_complete_reply(live):
@@ -63,9 +65,10 @@ def test_an_aborted_generation_is_a_complete_reply(live):
 
 def test_a_new_label_aborts_nothing(live):
     before = live.get("/weight_info").ok()
-    stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
+    stream = LiveStream(live, PROMPT, max_tokens=LONG).wait_for_tokens(5)
     live.post("/update_weight_version", {"new_version": "relabelled", "abort_all_requests": True}).ok()
-    assert stream.wait_end().finals == ["length"] and len(stream.tokens) == 1500
+    until(lambda: any(s["version"] == "relabelled" for s in stream.spans), 30, "tokens with the new label")
+    stream.abort()
     assert {span["version"] for span in stream.spans} == {before["weight_version"], "relabelled"}
     after = live.get("/weight_info").ok()
     assert (after["weight_version"], after["weight_epoch"]) == ("relabelled", before["weight_epoch"])
@@ -108,7 +111,7 @@ def test_trls_update_freezes_requests_replaces_weights_and_resumes(to_update, ne
     """Pause with cleared caches, upload in one chunk, resume: later tokens come from the new weights."""
     server = to_update
     before = server.metric("generation_tokens_total")
-    stream = LiveStream(server, PROMPT, max_tokens=2000).wait_for_tokens(5)
+    stream = LiveStream(server, PROMPT, max_tokens=LONG).wait_for_tokens(5)
     server.post("/pause?mode=keep").ok()
     made = server.metric("generation_tokens_total")
     server.post("/start_weight_update", {"is_checkpoint_format": True}).ok()
@@ -120,7 +123,7 @@ def test_trls_update_freezes_requests_replaces_weights_and_resumes(to_update, ne
     frozen = int(made - before)
     until(lambda: len(stream.tokens) == frozen, 30, "the reader has all tokens")
     server.post("/resume").ok()
-    assert stream.wait_end().finals == ["length"] and len(stream.tokens) == 2000
+    stream.wait_for_tokens(frozen + 100).abort()
     switch = next(span["start"] for span in stream.spans if span["version"] == "7")
     assert switch == frozen
     assert all(span["version"] == "7" for span in stream.spans if span["start"] >= switch)
