@@ -59,6 +59,7 @@ class Tracks:
         self._tokens = 0
         self._counted_at = 0.0
         self._last_us = 0
+        self._begun = False
         self._feed: dict[EventKind, Callable[[Event], None]] = {
             EventKind.QUEUED: self._queued,
             EventKind.ADMITTED: self._admitted,
@@ -76,6 +77,15 @@ class Tracks:
         self._name("process_name", 0, f"fastdeploy engine {pid}")
         self._put("M", "process_labels", 0, 0, args={"labels": f"boot {boot_id}"})
         self._name("thread_name", STEPS_TID, "steps")
+
+    def begin(self, first: Event, wall_time: str) -> list[TraceEvent]:
+        """Return the mark of the beginning, at the time of the first event. The clock may have run for days, and a
+        mark at 0 would make viewers show all that time. Later calls return nothing."""
+        if self._begun:
+            return []
+        self._begun = True
+        self._last_us = _us(first.at - first.fields.get("seconds", 0.0))
+        return self.mark("trace begins", wall_time=wall_time)
 
     def feed(self, event: Event) -> list[TraceEvent]:
         self._last_us = _us(event.at)

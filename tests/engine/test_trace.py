@@ -116,6 +116,16 @@ def test_the_trace_shows_pauses_holds_sessions_and_commits_in_their_order(tmp_pa
     assert not [e for e in steps if gap[0] < e["ts"] < gap[1]] and steps[-1]["ts"] > gap[1] > gap[0] > steps[0]["ts"]
 
 
+def test_the_trace_begins_with_its_first_event_however_long_the_clock_has_run(tmp_path):
+    """A viewer shows all time between the first mark and the last."""
+    h = Traced(tmp_path / "t.json")
+    h.now += 1e6
+    h.add("r", PROMPT, max_tokens=5)
+    h.run_out()
+    timed = [e["ts"] for e in h.events() if e["ph"] != "M"]
+    assert min(timed) >= 1e12 and max(timed) - min(timed) < 1e6
+
+
 def test_many_requests_and_pauses_make_few_tracks(tmp_path):
     """Perfetto makes a track for each thread, and for each name of an async event."""
     tracks = []
