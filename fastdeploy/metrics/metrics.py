@@ -74,7 +74,7 @@ class EngineMetrics:
             Counter, "ended_tokens_total", "Output tokens of ended sequences, by reason", labelnames=("reason",)
         )
         self._tokens_by_reason = {reason: tokens.labels(reason.value) for reason in FinishReason}
-        # All labels exist from the start: Prometheus takes no notice of the first step of a counter that appears with it.
+        # All labels exist from the start: Prometheus does not see the first step of a counter that appears with it.
         self.pauses = make(Counter, "pauses_total", "Pauses of the whole engine, by mode", labelnames=("mode",))
         for mode in PAUSE_MODES:
             self.pauses.labels(mode)

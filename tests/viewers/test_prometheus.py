@@ -31,14 +31,14 @@ MAY_BE_ZERO = {
 def test_every_panel_has_data_of_what_the_engine_did(kind, prometheus_bin, other_weights, tmp_path):
     """The server, or gateway, is one target. Each replica of a fleet is one more; a server lists itself as well."""
     replicas = 2 if kind == "fleet" else 1
-    with server_of(kind, *FLAGS) as server:
-        with Prometheus(prometheus_bin, tmp_path, f"127.0.0.1:{server.port}") as prometheus:
-            prometheus.wait_targets(1 + replicas)
-            work(server, prometheus, other_weights, tmp_path)
-            for job in JOBS:
-                for expression in expressions():
-                    check(prometheus, expression, job)
-            names = prometheus.get("query", query='fastdeploy:weight_epoch{job="fastdeploy-replicas"}')["result"]
+    server = server_of(kind, *FLAGS)
+    with server, Prometheus(prometheus_bin, tmp_path, f"127.0.0.1:{server.port}") as prometheus:
+        prometheus.wait_targets(1 + replicas)
+        work(server, prometheus, other_weights, tmp_path)
+        for job in JOBS:
+            for expression in expressions():
+                check(prometheus, expression, job)
+        names = prometheus.get("query", query='fastdeploy:weight_epoch{job="fastdeploy-replicas"}')["result"]
     assert len({one["metric"]["replica"] for one in names}) == replicas
 
 
