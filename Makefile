@@ -5,6 +5,7 @@
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
+#                                   make test-prometheus  the dashboard's expressions in a real Prometheus
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
@@ -24,7 +25,7 @@ GATEWAYS := .venv-gateways
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways screenshot oracles fuzz soak fleet-chaos sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot oracles fuzz soak fleet-chaos sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -53,13 +54,20 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
+
+# Debian's Prometheus; PROMETHEUS=/path/to/prometheus names another.
+test-prometheus: $(VENV)/.test ops
+	@command -v "$${PROMETHEUS:-prometheus}" >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq prometheus; } \
+		|| { echo "Prometheus is missing: apt-get install prometheus"; exit 1; }
+	$(BIN)/python -m pytest -m slow tests/viewers --timeout 600 $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
