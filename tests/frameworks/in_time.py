@@ -32,10 +32,20 @@ async def unless_done(tasks: Sequence[asyncio.Task], condition: Callable[[], Awa
 
 async def tokens_made(url: str) -> float:
     """Return how many tokens the server, or all replicas of a fleet, have sampled since the start."""
+    return await counter(url, "generation_tokens_total")
+
+
+async def aborted(url: str) -> float:
+    """Return how many answers were aborted since the start."""
+    return await counter(url, "request_finished_total", 'reason="abort"')
+
+
+async def counter(url: str, name: str, label: str = "") -> float:
+    """Return the sum of a counter over all replicas."""
     async with httpx.AsyncClient(timeout=60, verify=False) as client:  # fast to make
         lines = (await client.get(f"{url}/metrics")).raise_for_status().text.splitlines()
-    counters = [line for line in lines if line.startswith("fastdeploy:generation_tokens_total")]
-    assert counters, "the server has no counter of tokens"
+    counters = [line for line in lines if line.startswith(f"fastdeploy:{name}") and label in line]
+    assert counters, f"the server has no counter {name}"
     return sum(float(line.split()[1]) for line in counters)
 
 
