@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import ray
 from hydra import compose, initialize_config_module
-from in_time import in_time, tokens_made, unless_done
+from in_time import get, in_time, tokens_made, unless_done
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
@@ -135,7 +135,7 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     asleep = []
     for change in (first.release_kv_cache, first.resume_kv_cache):
         await change()
-        asleep.append((await get(f"{urls[0]}/v1/weights"))["result"]["asleep"])
+        asleep.append((await get(urls[0], "/v1/weights"))["asleep"])
     return {
         "max_tokens": MAX_TOKENS,
         "alone": [dump(o) for o in alone],
@@ -148,11 +148,6 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
         "metrics": sorted(metrics),
         "asleep": asleep,
     }
-
-
-async def get(url: str) -> Any:
-    async with httpx.AsyncClient(verify=False) as client:  # fast to make
-        return (await client.get(url)).json()
 
 
 async def post(url: str, **body: Any) -> Any:
