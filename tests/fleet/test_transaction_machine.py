@@ -110,7 +110,7 @@ def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @settings(max_examples=30_000)
 @given(num=st.integers(2, 5), script=scripts(20, 100))
 def test_all_members_have_one_state_in_long_histories(num, script):
