@@ -8,7 +8,7 @@
 #                                   make test-prometheus  the dashboard's expressions in a real Prometheus
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
-# make fuzz   random requests and checkpoints for some five minutes
+# make search   the tests with hypothesis, with many random examples
 # make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
 # make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while a tenth is killed, stopped or slowed
 # make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
@@ -25,7 +25,8 @@ GATEWAYS := .venv-gateways
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot oracles fuzz soak fleet-chaos sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
+	oracles search soak fleet-chaos sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -79,9 +80,11 @@ test-ray: $(VENV)/.ray ops
 screenshot: $(VENV)/.ui ops
 	$(BIN)/python -m benchmarks.screenshot --out docs/ui.png $(ARGS)
 
-# Random requests, bodies and checkpoints against a real server, for some five minutes.
-fuzz: $(VENV)/.test ops
-	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
+# SEARCH_FACTOR=20 times the examples of make test, and other ones in each run; ARGS="-k machine" for some of the tests,
+# ARGS="-m slow" for the long ones.
+search: $(VENV)/.test ops
+	SEARCH_FACTOR=$${SEARCH_FACTOR:-20} $(BIN)/python -m pytest -m "not slow" -n 2 --timeout 3600 \
+		$$(grep -rl --include="test_*.py" "^from hypothesis" tests) $(ARGS)
 
 # Pauses and updates under load, while processes are killed; ARGS="--minutes 60 --out FILE" for less.
 soak: $(VENV)/.runtime ops
