@@ -5,9 +5,10 @@
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
+#                                   make test-prometheus  the dashboard's expressions in a real Prometheus
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
-# make fuzz   random requests and checkpoints for some five minutes
+# make search   the tests with hypothesis, with many random examples
 # make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
 # make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while a tenth is killed, stopped or slowed
 # make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
@@ -24,7 +25,8 @@ GATEWAYS := .venv-gateways
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways screenshot oracles fuzz soak fleet-chaos sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
+	oracles search soak fleet-chaos sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -53,13 +55,20 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
+
+# Debian's Prometheus; PROMETHEUS=/path/to/prometheus names another.
+test-prometheus: $(VENV)/.test ops
+	@command -v "$${PROMETHEUS:-prometheus}" >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq prometheus; } \
+		|| { echo "Prometheus is missing: apt-get install prometheus"; exit 1; }
+	$(BIN)/python -m pytest -m slow tests/viewers --timeout 600 $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
@@ -71,9 +80,11 @@ test-ray: $(VENV)/.ray ops
 screenshot: $(VENV)/.ui ops
 	$(BIN)/python -m benchmarks.screenshot --out docs/ui.png $(ARGS)
 
-# Random requests, bodies and checkpoints against a real server, for some five minutes.
-fuzz: $(VENV)/.test ops
-	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
+# SEARCH_FACTOR=20 times the examples of make test, and other ones in each run; ARGS="-k machine" for some of the tests,
+# ARGS="-m slow" for the long ones.
+search: $(VENV)/.test ops
+	SEARCH_FACTOR=$${SEARCH_FACTOR:-20} $(BIN)/python -m pytest -m "not slow" -n 2 --timeout 3600 \
+		$$(grep -rl --include="test_*.py" "^from hypothesis" tests) $(ARGS)
 
 # Pauses and updates under load, while processes are killed; ARGS="--minutes 60 --out FILE" for less.
 soak: $(VENV)/.runtime ops

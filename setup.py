@@ -85,13 +85,13 @@ LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
 PLOTS = ["matplotlib>=3.9,<4"]
 TEST = [
     *PLOTS,
-    "hypothesis>=6.100",
+    "hypothesis==6.170.15",  # another version draws other examples
     "openai>=1.60",
     "peft==0.21.2",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
-    "schemathesis>=4.30,<5",
+    "schemathesis==4.32.5",
     "torch==2.13.0",
 ]
 

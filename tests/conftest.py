@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support import balance, quick
+from support import balance, quick, search
 from support.checkpoints import SPECS, write_checkpoint
 from support.torch_process import MODES, TorchProcess
 
@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    search.configure()
     if config.getoption("quick"):
         quick.forbid()
 

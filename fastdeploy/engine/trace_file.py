@@ -72,9 +72,9 @@ class TraceFile:
 
     def _run(self) -> None:
         try:
-            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._write([*self._tracks.take(), *self._tracks.mark("trace begins", wall_time=began)])
+            self._write(self._tracks.take())
             while batch := self._next_batch():
+                self._write(self._tracks.begin(batch[0], time.strftime("%Y-%m-%dT%H:%M:%S%z")))
                 self._write([out for event in batch for out in self._tracks.feed(event)])
                 if (dropped := self._num_dropped) > self._told_dropped:
                     missing, self._told_dropped = dropped - self._told_dropped, dropped

@@ -6,10 +6,12 @@ The tracks of one engine process:
     requests, lane 1 ...  a request takes the first free lane while it is in the batch, so there are not more lanes than
                           the batch and the frozen requests need. Inside: chunks of the prompt, tokens by weight
                           version, "frozen"
-    waiting               one slice for each request that waits (async events, by the request's name)
-    pauses, holds         phases of each scope, and each hold
+    waiting               one slice for each request that waits (async events)
+    pauses, hold          phases of each scope, and each hold
     weight sessions       from begin to end
     counters              requests, KV blocks, tokens per second
+
+Perfetto makes a track for each name of an async event. So the names are few, and the args say which request or hold.
 
 Source of the format: "Trace Event Format" (Chromium project): B and E nest within a thread, b and e match by category
 and id, s and f are a flow, C is a counter, M is metadata, ts and dur are microseconds.
@@ -57,6 +59,7 @@ class Tracks:
         self._tokens = 0
         self._counted_at = 0.0
         self._last_us = 0
+        self._begun = False
         self._feed: dict[EventKind, Callable[[Event], None]] = {
             EventKind.QUEUED: self._queued,
             EventKind.ADMITTED: self._admitted,
@@ -74,6 +77,15 @@ class Tracks:
         self._name("process_name", 0, f"fastdeploy engine {pid}")
         self._put("M", "process_labels", 0, 0, args={"labels": f"boot {boot_id}"})
         self._name("thread_name", STEPS_TID, "steps")
+
+    def begin(self, first: Event, wall_time: str) -> list[TraceEvent]:
+        """Return the mark of the beginning, at the time of the first event. The clock may have run for days, and a
+        mark at 0 would make viewers show all that time. Later calls return nothing."""
+        if self._begun:
+            return []
+        self._begun = True
+        self._last_us = _us(first.at - first.fields.get("seconds", 0.0))
+        return self.mark("trace begins", wall_time=wall_time)
 
     def feed(self, event: Event) -> list[TraceEvent]:
         self._last_us = _us(event.at)
@@ -101,7 +113,7 @@ class Tracks:
     # ------------------------------------------------------------------ requests
 
     def _queued(self, event: Event) -> None:
-        self._open("waiting", event.name, event.name, _us(event.at), event.fields)
+        self._wait(event)
 
     def _admitted(self, event: Event) -> None:
         at = _us(event.at)
@@ -145,7 +157,10 @@ class Tracks:
         self._flows[event.name] = self._num_flows
         self._put("s", "preempted", at, lane.tid, cat="preempted", id=self._num_flows)
         self._leave(lane, at, event.fields)
-        self._open("waiting", event.name, event.name, at, event.fields)
+        self._wait(event)
+
+    def _wait(self, event: Event) -> None:
+        self._open("waiting", event.name, "waiting", _us(event.at), {"request": event.name, **event.fields})
 
     def _final(self, event: Event) -> None:
         at = _us(event.at)
@@ -225,7 +240,7 @@ class Tracks:
     def _held(self, event: Event) -> None:
         key = f"{event.name}/{event.fields['hold_id']}"
         if ("hold", key) not in self._spans:
-            self._open("hold", key, f"hold {event.fields['hold_id']}", _us(event.at), event.fields)
+            self._open("hold", key, "hold", _us(event.at), event.fields)
 
     def _released(self, event: Event) -> None:
         self._close("hold", f"{event.name}/{event.fields['hold_id']}", _us(event.at), event.fields)

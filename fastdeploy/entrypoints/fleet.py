@@ -42,10 +42,12 @@ GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"
 THREADS = "FASTDEPLOY_CPU_THREADS"
 MAX_GATEWAY_DELAY_S = 2.0  # before a gateway that died is replaced
+GATEWAY_STALLS = 3  # a replica's clients notice nothing if it is killed, but those of a gateway lose their connections
 
 
 class Fleet(ProcessTree):
-    """The parent process. A replica whose own process is silent for stall_s is killed, and started again.
+    """The parent process. A replica whose main process is silent for stall_s is killed, and started again. So is a
+    gateway whose event loop is silent for GATEWAY_STALLS times stall_s.
 
     num_replicas: started here, each with ``engine_config`` and its share of this host's cores and free memory. spec: of
     replicas that run elsewhere; None = those started here. fleet_key: for the gateway. engine_module, first_delay_s:
@@ -246,8 +248,8 @@ class Fleet(ProcessTree):
         match event["event"]:
             case "refused":
                 self._on_refused(child, event["why"])
-            case "alive" if child.name in self._replicas:  # a removed one has another timer
-                stall_s = self._config.stall_s
+            case "alive" if child.name == GATEWAY or child.name in self._replicas:  # a removed one has another timer
+                stall_s = self._config.stall_s * (GATEWAY_STALLS if child.name == GATEWAY else 1)
                 self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
             case "up":
                 child.ready_since = time.monotonic()

@@ -27,6 +27,7 @@ from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
+from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.launcher import Launcher, StaticLauncher
 from fastdeploy.fleet.local_launcher import LocalLauncher
@@ -65,6 +66,13 @@ def _parent_died(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+async def beat(events: EventPipe, stall_s: float) -> None:
+    """Tell the parent that the event loop runs, until this is cancelled. stall_s: see Fleet."""
+    while True:
+        events.beat()
+        await asyncio.sleep(min(BEAT_S, stall_s / BEATS_PER_STALL))
+
+
 async def serve(
     config: GatewayConfig,
     keys: Keys,
@@ -81,10 +89,11 @@ async def serve(
     context = context_of_many()
     client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context))
     server = make_server(client, tokenizer, config.serve, keys)
-    announcing = asyncio.create_task(announce(client, events))
+    telling = [asyncio.create_task(announce(client, events)), asyncio.create_task(beat(events, config.serve.stall_s))]
     collect_rarely()
     await server.serve(sockets=list(listeners))
-    announcing.cancel()
+    for task in telling:
+        task.cancel()
     context.destroy(linger=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ import msgspec
 
 from fastdeploy.core.config import to_json
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.process_tree import LATE_TIMER_S
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
+logger = logging.getLogger(__name__)
 THREADS = "FASTDEPLOY_CPU_THREADS"
 REPLICA_MAIN = "fastdeploy.entrypoints.replica_main"
 RETRY_S = 5.0  # wait before the next try, if a replica ended before it served
@@ -45,7 +48,8 @@ class FastDeployReplica:
     """One replica: a process of its own below this actor. The dashboard shows the name of this class.
 
     The actor dies with its replica, and the replica with its actor. So Ray sees every death, and starts the actor
-    again, on another host if need be. A replica that refuses its model or its settings is not started again.
+    again, on another host if need be. A replica whose main process is silent for stall_s is killed. One that refuses
+    its model or its settings is not started again.
 
     Secrets come by :meth:`start`. Ray's dashboard shows neither arguments of constructors nor those of methods, but
     shows a runtime environment; arguments of constructors are stored by Ray's head. address: IP address of this host.
@@ -58,6 +62,7 @@ class FastDeployReplica:
         self._changed = asyncio.Event()
         self._child: Child | None = None
         self._life: asyncio.Task[None] | None = None
+        self._silence: asyncio.TimerHandle | None = None
         self._stopping = False
 
     def __repr__(self) -> str:
@@ -109,6 +114,8 @@ class FastDeployReplica:
         self._read_events()
         loop.remove_reader(child.events.fd)
         loop.remove_reader(child.pidfd)
+        if self._silence is not None:
+            self._silence.cancel()
         self._child = None
         exit_status = child.reap()
         served = self._status.placement is not None
@@ -147,6 +154,33 @@ class FastDeployReplica:
             self._set(placement=Placement(self._name, event["endpoint"], event["url"], event["host"]))
         elif event["event"] == "refused":
             self._set(refusal=f"on host {self._address}: {event['why']}")
+        elif event["event"] == "alive":
+            self._expect_life()
+
+    def _expect_life(self) -> None:
+        """Kill the replica after stall_s, unless this is called again before."""
+        if self._silence is not None:
+            self._silence.cancel()
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._status.spec.config.serve.stall_s
+        self._silence = loop.call_at(due, self._silent, due)
+
+    def _silent(self, due: float) -> None:
+        """Kill the replica, unless an event waits unread. A timer that fires late waits once more, since the replica
+        may have been as slow as this process."""
+        assert self._child is not None
+        timer, late = self._silence, asyncio.get_running_loop().time() - due > LATE_TIMER_S
+        for event in self._child.events.read():
+            self._on_event(event)
+        if self._silence is not timer:
+            return
+        if late:
+            self._expect_life()
+        else:
+            logger.error(
+                "killing %s: its process was silent for %g s", self._name, self._status.spec.config.serve.stall_s
+            )
+            self._child.kill()
 
     def _set(self, placement: Placement | None = None, refusal: str = "") -> None:
         self._status = ReplicaStatus(self._status.change + 1, self._status.spec, placement, refusal)

@@ -7,9 +7,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import Reader, RequestStream
@@ -27,6 +26,9 @@ from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.fleet.waiting import Ended, end_waiting, with_ended
 from fastdeploy.inter_communicator import messages as m
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 MAX_RETAINED = 65536  # requests with retain_s whose replica is remembered; of others, all replicas are asked

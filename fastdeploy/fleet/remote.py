@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 from msgspec.structs import replace
 
@@ -25,6 +24,9 @@ from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source, StreamSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
+
+if TYPE_CHECKING:
+    import httpx
 
 PIECE_BYTES = 1 << 20
 READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
@@ -46,6 +48,9 @@ class RemoteHosts:
     sends nothing for too long, and otherwise the error that it answered."""
 
     def __init__(self, config: FleetConfig):
+        import httpx  # slow to import: at the start of a gateway, and never in an API server of one engine
+
+        self._limits = httpx.Limits(max_connections=None)
         self._policy = SourcePolicy(config.model_roots, "")
         self._key = config.replica_key
         self._silence_s = max(config.fence_after_s, config.stall_s)
@@ -95,10 +100,11 @@ class RemoteHosts:
     async def _reply(
         self, replica: Replica, method: str, path: str, silence_s: float | None = None, **options: Any
     ) -> AsyncIterator[httpx.Response]:
+        import httpx
+
         if self._http is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            limits = httpx.Limits(max_connections=None)
-            self._http = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+            self._http = httpx.AsyncClient(headers=headers, limits=self._limits, trust_env=False)
         timeout = httpx.Timeout(self._silence_s, read=silence_s or self._silence_s)
         url = replica.placement.url + path
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from fastdeploy.core.config import PAUSE_MODES
 from fastdeploy.core.request import FinishReason, Request
 from fastdeploy.scheduler.scheduler import NewToken
 
@@ -72,8 +74,13 @@ class EngineMetrics:
             Counter, "ended_tokens_total", "Output tokens of ended sequences, by reason", labelnames=("reason",)
         )
         self._tokens_by_reason = {reason: tokens.labels(reason.value) for reason in FinishReason}
+        # All labels exist from the start: Prometheus does not see the first step of a counter that appears with it.
         self.pauses = make(Counter, "pauses_total", "Pauses of the whole engine, by mode", labelnames=("mode",))
+        for mode in PAUSE_MODES:
+            self.pauses.labels(mode)
         self.commits = make(Counter, "commits_total", "Commits, by scope and kv", labelnames=("scope", "kv"))
+        for labels in itertools.product(("engine", "adapter"), ("keep", "recompute")):
+            self.commits.labels(*labels)
         self.non_finite_rows = make(Counter, "non_finite_rows_total", "Sequences that ended by non-finite logits")
         self.non_finite_commits = make(Counter, "non_finite_commits_total", "Weights whose first logits are not finite")
         self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.client.choice import Choice, TextOptions
 from fastdeploy.client.detokenizer import IncrementalDecoder, StopSearch
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.inter_communicator.messages import Output
+from support.search import examples
 
 EOS = 261
 
@@ -35,7 +36,7 @@ def assert_aligned(choice: Choice) -> None:
     assert (choice.spans[-1].end if choice.spans else 0) == len(choice.token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=40), cut=st.integers(0, 40))
 def test_the_texts_of_all_pushes_join_to_the_decoding_of_all_ids(tokenizer, text, cut):
     ids = tokenizer.encode_now(text)
@@ -134,7 +135,7 @@ def test_without_a_tokenizer_ids_pass_and_text_is_empty():
     assert (choice.token_ids, choice.text) == ([1, 2, 3], "")
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     prompt=st.text(max_size=8),
     output=st.text(alphabet="abcé😀", max_size=12),
@@ -184,7 +185,7 @@ def naive_held_back(stops: list[str], text: str) -> int:
     return max(size for size in range(len(text) + 1) if text[len(text) - size :] in beginnings | {""})
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=6), max_size=6),
     pieces=st.lists(st.text(alphabet="ab😀", max_size=5), max_size=8),

@@ -119,6 +119,22 @@ def test_a_hold_outlives_the_gateway(fleet):
     old = fleet.gateway_pid
     assert fleet.post("/v1/pause", {"mode": "keep", "hold_id": "trainer"}).result["is_paused"]
     os.kill(old, signal.SIGKILL)
+    assert_held(fleet, old)
+
+
+@pytest.mark.slow
+def test_a_gateway_that_is_stopped_is_replaced_and_the_hold_outlives_it():
+    with FleetServer(2, *SMALL, "--stall-s", "2") as fleet:
+        old = fleet.gateway_pid
+        assert fleet.post("/v1/pause", {"mode": "keep", "hold_id": "trainer"}).result["is_paused"]
+        os.kill(old, signal.SIGSTOP)
+        until(lambda: not alive(old), 60, "the stopped gateway is killed")
+        assert_held(fleet, old)
+        assert "killing gateway: its process was silent for 6 s" in fleet.log()
+
+
+def assert_held(fleet: FleetServer, old: int) -> None:
+    """Another gateway than the process ``old`` leads two members, and can release the hold "trainer", which stands."""
     # The parent keeps the listening socket, so this connection waits for the new gateway.
     until(lambda: fleet.get("/health").status == 200, 30, "a new gateway")
     fleet.wait_members(2)

@@ -141,10 +141,10 @@ class GatewayMachine(CheckedEngine):
 
 
 def test_no_order_of_prepared_calls_and_other_events_breaks_an_invariant(caplog):
-    explore(GatewayMachine, caplog, examples=20, steps=30, shrink=False)
+    explore(GatewayMachine, caplog, examples=20, steps=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_order_of_prepared_calls_and_other_events_breaks_an_invariant_in_a_long_search(caplog):
-    explore(GatewayMachine, caplog, examples=1000, steps=100, shrink=True)
+    explore(GatewayMachine, caplog, examples=1000, steps=100, long=True)

@@ -293,4 +293,4 @@ class LeadershipMachine(RuleBasedStateMachine):
 
 
 def test_in_every_order_of_gateways_one_connection_leads(caplog):
-    explore(LeadershipMachine, caplog, examples=50, steps=20, shrink=False)
+    explore(LeadershipMachine, caplog, examples=50, steps=20)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import HealthCheck, event, settings
 from hypothesis import Phase as Search
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
@@ -16,6 +16,7 @@ from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
+from support import search
 from support.checked_engine import CheckedEngine
 from support.fake_runner import fingerprint_of
 from support.machine_inputs import (
@@ -468,30 +469,26 @@ class EngineMachine(AdapterMachine):
         self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
 
-def explore(machine, caplog, examples: int, steps: int, shrink: bool) -> None:
-    """Run a machine. shrink: whether to reduce a failure to a short one, which takes minutes."""
+def explore(machine, caplog, examples: int, steps: int, long: bool = False) -> None:
+    """Run a machine. A failure of a long or random search is reduced to a short one, which takes minutes."""
     caplog.set_level(logging.CRITICAL, logger="fastdeploy.engine")
 
     profile = settings(
-        max_examples=examples,
+        max_examples=examples if long else examples * search.TIMES,
         stateful_step_count=steps,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
         print_blob=False,
-        phases=[Search.generate, Search.shrink] if shrink else [Search.generate],
+        phases=[Search.generate, Search.shrink] if long or search.FACTOR else [Search.generate],
     )
     run_state_machine_as_test(machine, settings=profile)
 
 
 @pytest.mark.parametrize(("machine", "examples"), [(AdapterMachine, 40), (EngineMachine, 60)])
 def test_no_order_of_events_breaks_an_invariant(machine, examples, caplog):
-    explore(machine, caplog, examples, steps=50, shrink=False)
+    explore(machine, caplog, examples, steps=50)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", [AdapterMachine, EngineMachine])
 def test_no_order_of_events_breaks_an_invariant_in_a_long_search(machine, caplog):
-    explore(machine, caplog, examples=2000, steps=150, shrink=True)
+    explore(machine, caplog, examples=2000, steps=150, long=True)

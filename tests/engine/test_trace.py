@@ -95,7 +95,7 @@ def test_the_trace_shows_pauses_holds_sessions_and_commits_in_their_order(tmp_pa
     order = [(e["ph"], e["name"]) for e in events if e.get("cat") in ("pause", "hold", "session") or e["ph"] == "i"]
     assert order == [
         ("i", "trace begins"),
-        ("b", "hold trainer"),
+        ("b", "hold"),
         ("b", "engine draining"),
         ("e", "engine draining"),
         ("b", "engine draining"),  # the time-out closes the gate
@@ -106,7 +106,7 @@ def test_the_trace_shows_pauses_holds_sessions_and_commits_in_their_order(tmp_pa
         ("n", "checked"),
         ("i", "commit of one"),
         ("e", "weight session"),
-        ("e", "hold trainer"),
+        ("e", "hold"),
         ("e", "engine paused"),
         ("i", "trace ends"),
     ]
@@ -114,6 +114,35 @@ def test_the_trace_shows_pauses_holds_sessions_and_commits_in_their_order(tmp_pa
     gap = (phases[2]["ts"], phases[-1]["ts"])
     steps = [e for e in events if e["name"] == "step"]
     assert not [e for e in steps if gap[0] < e["ts"] < gap[1]] and steps[-1]["ts"] > gap[1] > gap[0] > steps[0]["ts"]
+
+
+def test_the_trace_begins_with_its_first_event_however_long_the_clock_has_run(tmp_path):
+    """A viewer shows all time between the first mark and the last."""
+    h = Traced(tmp_path / "t.json")
+    h.now += 1e6
+    h.add("r", PROMPT, max_tokens=5)
+    h.run_out()
+    timed = [e["ts"] for e in h.events() if e["ph"] != "M"]
+    assert min(timed) >= 1e12 and max(timed) - min(timed) < 1e6
+
+
+def test_many_requests_and_pauses_make_few_tracks(tmp_path):
+    """Perfetto makes a track for each thread, and for each name of an async event."""
+    tracks = []
+    for times in (1, 12):
+        h = Traced(tmp_path / f"{times}.json", max_num_seqs=2)
+        for i in range(times):
+            for name in "abc":
+                h.add(f"{name}{i}", PROMPT, max_tokens=4)
+            h.run_rounds()
+            h.pause(mode="keep", hold_id=f"hold-{i}")
+            h.resume(f"hold-{i}")
+            h.run_out()
+        events = h.events()
+        waits = [e["args"] for e in events if e["ph"] == "b" and e["cat"] == "waiting"]
+        assert len({args["request"] for args in waits}) == 3 * times
+        tracks.append({(e["cat"], e["name"]) if e["ph"] in "ben" else e["tid"] for e in events})
+    assert tracks[0] == tracks[1]
 
 
 def test_lanes_are_used_again_and_a_preempted_request_is_tied_to_its_next_lane(tmp_path):

@@ -134,10 +134,10 @@ class UploadMachine(CheckedEngine):
 
 
 def test_no_order_of_uploads_and_other_events_breaks_an_invariant(caplog):
-    explore(UploadMachine, caplog, examples=40, steps=40, shrink=False)
+    explore(UploadMachine, caplog, examples=40, steps=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_order_of_uploads_and_other_events_breaks_an_invariant_in_a_long_search(caplog):
-    explore(UploadMachine, caplog, examples=1000, steps=100, shrink=True)
+    explore(UploadMachine, caplog, examples=1000, steps=100, long=True)

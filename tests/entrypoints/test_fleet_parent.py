@@ -17,7 +17,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints import fleet as fleet_module
 from fastdeploy.entrypoints import process_tree
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.fleet import GATEWAY, Fleet
+from fastdeploy.entrypoints.fleet import GATEWAY, GATEWAY_STALLS, Fleet
 from fastdeploy.entrypoints.process_tree import FAILED, LATE_TIMER_S, MAX_FAILED_STARTS
 from fastdeploy.fleet.config import FleetConfig
 
@@ -27,16 +27,24 @@ Step = Callable[["ScriptedFleet", Child], None]
 
 
 class ScriptedFleet(Fleet):
-    """A fleet whose children are beating_child. on_alive: called after each "alive" of the replica. how: see
-    beating_child.
+    """A fleet whose children are beating_child. on_alive: called after each "alive" of the child ``watched``; those of
+    others do not count. how: see beating_child.
 
     ends: the name and status of each child that has ended. Ends with status FAILED if the test does not stop it."""
 
-    def __init__(self, on_alive: Step, stall_s: float = 60.0, shutdown_s: float = 60.0, how: str = "gentle"):
+    def __init__(
+        self,
+        on_alive: Step,
+        stall_s: float = 60.0,
+        shutdown_s: float = 60.0,
+        how: str = "gentle",
+        watched: str = REPLICA,
+    ):
         serve = ServeConfig(model="tiny", served_model_name="tiny", port=0, stall_s=stall_s, shutdown_s=shutdown_s)
         super().__init__(EngineConfig(model="tiny"), serve, FleetConfig(fleet_id="fleet-1"), 1, first_delay_s=0.01)
         self._on_alive = on_alive
         self._how = how
+        self._watched = watched
         self.starts: list[str] = []
         self.ends: list[tuple[str, int]] = []
         self.removed = False
@@ -48,8 +56,8 @@ class ScriptedFleet(Fleet):
         return Child(name, "support.beating_child", [self._how], environment=environment, whole_group=True)
 
     def _on_event(self, child: Child, event: dict[str, Any]) -> None:
-        super()._on_event(child, event)
-        if child.name != GATEWAY:
+        if child.name == self._watched:
+            super()._on_event(child, event)
             self._on_alive(self, child)
 
     def _on_end(self, child: Child, status: int) -> None:
@@ -93,17 +101,18 @@ def jump(monkeypatch) -> Callable[[float], None]:
     return offsets.append
 
 
-def test_a_replica_whose_main_process_is_stopped_is_killed_and_started_again():
+@pytest.mark.parametrize("name", [REPLICA, GATEWAY])
+def test_a_replica_or_gateway_whose_process_is_stopped_is_killed_and_started_again(name):
     def step(fleet: ScriptedFleet, child: Child) -> None:
-        if fleet.starts.count(REPLICA) > 1:
+        if fleet.starts.count(name) > 1:
             fleet.end()
         else:
             fleet.become_ready()
             os.kill(child.pid, signal.SIGSTOP)
 
-    fleet = ScriptedFleet(step, stall_s=0.3)
+    fleet = ScriptedFleet(step, stall_s=0.3 if name == REPLICA else 0.3 / GATEWAY_STALLS, watched=name)
     assert fleet.run() == 0
-    assert fleet.ends == [(REPLICA, -signal.SIGKILL)]
+    assert fleet.ends == [(name, -signal.SIGKILL)]
 
 
 def test_what_a_replica_said_while_the_parent_was_busy_counts(jump):

@@ -116,7 +116,9 @@ async def test_replicas_have_names_and_the_key_and_end_with_the_fleet(cluster):
     until(lambda: not any(map(alive, pids)), WAIT_S, "the processes have ended")
 
 
-@pytest.mark.parametrize("how", ["the replica dies", "the actor dies", "the actor is stopped", "it is fenced"])
+@pytest.mark.parametrize(
+    "how", ["the replica dies", "the replica is stopped", "the actor dies", "the actor is stopped", "it is fenced"]
+)
 async def test_a_replica_that_is_lost_comes_back_under_its_name(cluster, how):
     async with fleet(cluster, "lost") as follower:
         placements = await follower.until(names("replica-0", "replica-1"))
@@ -124,6 +126,8 @@ async def test_a_replica_that_is_lost_comes_back_under_its_name(cluster, how):
         pid, actor = old["replica-0"], parent_of(old["replica-0"])
         if how == "the replica dies":
             os.kill(pid, signal.SIGKILL)
+        elif how == "the replica is stopped":
+            os.kill(pid, signal.SIGSTOP)
         elif how == "the actor dies":
             os.kill(actor, signal.SIGKILL)
         elif how == "it is fenced":

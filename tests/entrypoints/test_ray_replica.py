@@ -18,7 +18,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import main
 from fastdeploy.entrypoints.ray_launcher import RayConfig
-from fastdeploy.entrypoints.ray_replica import FastDeployReplica, ReplicaSpec
+from fastdeploy.entrypoints.ray_replica import FAILED, FastDeployReplica, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 
 pytestmark = pytest.mark.anyio
@@ -27,9 +27,9 @@ KEY = "0123456789abcdef" * 2
 WAIT_S = 30.0
 
 
-def spec_of(model: str = str(MODEL_DIR), served: str = "default") -> ReplicaSpec:
-    config = ReplicaConfig(EngineConfig(model=model), ServeConfig(model=model, served_model_name=served))
-    return ReplicaSpec(config, module="support.fake_replica_main")
+def spec_of(model: str = str(MODEL_DIR), served: str = "default", stall_s: float = 10.0) -> ReplicaSpec:
+    serve = ServeConfig(model=model, served_model_name=served, stall_s=stall_s)
+    return ReplicaSpec(ReplicaConfig(EngineConfig(model=model), serve), module="support.fake_replica_main")
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,16 @@ async def test_the_replica_dies_with_its_actor():
     process.kill()
     await process.wait()
     until(lambda: not alive(pid), WAIT_S, "the replica has ended")
+
+
+async def test_a_replica_that_is_stopped_is_killed_and_its_actor_ends(monkeypatch):
+    ends = asyncio.Queue[int]()
+    monkeypatch.setattr("fastdeploy.entrypoints.ray_replica.os._exit", ends.put_nowait)
+    actor = FastDeployReplica("replica-0", spec_of(served="stop", stall_s=0.3), "127.0.0.1")
+    await actor.start({"FASTDEPLOY_FLEET_KEY": KEY})
+    pid = int((await asyncio.wait_for(actor.status(1), WAIT_S)).placement.host.partition(",")[0])
+    assert await asyncio.wait_for(ends.get(), WAIT_S) == FAILED
+    assert not alive(pid) and (await actor.status(2)).placement is None
 
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -29,6 +29,7 @@ from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from rl.real_server import Killed, MortalTransport, PacedRunner
+from support.uvicorn_ticks import shorten_ticks
 
 
 class StoppableTransport(MortalTransport):
@@ -198,6 +199,8 @@ class FakeGateway:
         self._made.wait()
 
     def _serve(self) -> None:
+        shorten_ticks()
+
         async def serve() -> None:
             connector = lambda placement: ZmqConnector(placement.endpoint)  # noqa: E731
             self.client = FleetClient(self.config, self._make_launcher(), connector)

@@ -121,6 +121,18 @@ async def test_replicas_get_more_time_if_most_of_them_are_late():
             await call
 
 
+async def test_one_of_two_replicas_that_is_late_is_fenced_at_the_deadline():
+    async with control_stack() as stack:
+        await stack.block(1)
+        call = asyncio.ensure_future(stack.control.call(m.PauseArgs("keep", hold_id="h")))
+        await asyncio.sleep(0)
+        (running,) = stack.control._runs
+        while Vote.PREPARED not in running._transaction.votes.values():
+            await asyncio.sleep(0)
+        running._late(Step.PREPARE, asyncio.get_running_loop().time())
+        assert list(stack.fenced) == ["r1"] and statuses(await call) == {"r0": "done", "r1": "fenced"}
+
+
 async def test_an_answer_that_came_in_time_counts_even_if_this_process_reads_it_late(monkeypatch):
     monkeypatch.setattr(running_call, "READ_S", 20.0)  # on a busy machine the fence of the pause takes its time, too
     async with control_stack(3, fence_after_s=60.0) as stack:
@@ -199,6 +211,17 @@ async def test_a_resume_during_a_drain_interrupts_the_pause_everywhere():
         stream.close()
 
 
+async def test_a_hold_of_an_adapter_with_a_ttl_ends_and_that_of_the_same_name_on_all_requests_stands(tmp_path):
+    async with control_stack(adapter_store=str(tmp_path)) as stack:
+        await stack.control.call(m.LoadAdapterArgs("a", FolderSource(write_adapter(tmp_path / "a1", "a1"))))
+        await stack.control.call(m.PauseArgs("keep", hold_id="h"))
+        await stack.control.call(m.PauseArgs("keep", hold_id="h", scope="adapter:a", ttl_s=0.05))
+        while len(stack.control.state.holds) == 2 or stack.control.state.changing:
+            await asyncio.sleep(0)
+        assert set(stack.control.state.holds) == {("engine", "h")}
+        assert holds(stack) == {"r0": ["h"], "r1": ["h"]}
+
+
 async def test_a_hold_with_a_ttl_ends_on_all_by_the_gateways_clock():
     async with control_stack() as stack:
         report = await stack.control.call(m.PauseArgs("keep", hold_id="h", ttl_s=60))
@@ -241,6 +264,27 @@ async def test_a_replica_that_refuses_a_commit_which_others_have_made_is_fenced(
         report = await stack.control.call(update(1))
         assert statuses(report) == {"r0": "done", "r1": "fenced"}
         assert served(stack) == {("v1", 1)} and list(stack.fenced) == ["r1"]
+
+
+async def test_a_commit_that_all_replicas_refuse_leaves_the_old_weights_and_no_session():
+    async with control_stack() as stack:
+        for at in (0, 1):
+            spoil(stack, at, m.CommitUpdateArgs, UpdateInProgress("not now"), after=1)
+        with pytest.raises(UpdateInProgress):
+            await stack.control.call(update(1))
+        assert {epoch for _, epoch in served(stack)} == {0} and not stack.fenced
+        assert stack.in_engines(lambda engine: engine.weights.session) == {"r0": None, "r1": None}
+
+
+async def test_every_step_of_a_call_has_one_number_on_all_members():
+    """A gateway that starts takes holds from the engines with the last number only."""
+    async with control_stack() as stack:
+        for replica in stack.replicas:
+            await replica.client.call(m.LeadArgs("fleet-1", "me", 3, 30.0))
+        for args, number in ((m.PauseArgs("keep"), 1), (m.PauseStatusArgs(), 1), (update(1), 3)):
+            await stack.control.call(args)
+            changes = stack.in_engines(lambda engine: engine.leadership.last_change)
+            assert changes == {"r0": (3, number), "r1": (3, number)}
 
 
 @pytest.mark.parametrize("lost_at", [0, 1, 2, 3])
@@ -334,6 +378,7 @@ async def test_a_gateway_whose_replicas_another_one_leads_fences_nobody():
             await stack.control.call(m.PauseArgs("keep"))
         with pytest.raises(NotLeader):
             await stack.control.call(m.ResumeArgs())
+        stack.control.fence(stack.replicas[0], "its upload failed")
         assert not stack.fenced and len(holds(stack)) == 2
         assert not (await stack.control.call(m.PauseStatusArgs()))["is_paused"]
 
@@ -369,5 +414,23 @@ async def test_a_refused_part_ends_the_session_whose_begin_was_not_answered_yet(
         with pytest.raises(WeightUpdateRefused):
             await stack.control.call(part)
         await begin
+        assert stack.in_engines(lambda engine: engine.weights.session) == {"r0": None, "r1": None}
+        assert stack.control.state.changing == 0, "nobody could join any more"
+
+
+@pytest.mark.parametrize("folder", ["/w5", "/not-weights"])
+async def test_a_part_is_of_the_session_that_the_engines_have_though_its_caller_began_and_aborted_another_one(folder):
+    """All calls are sent at once. So the gateway cannot tell by ``placed_by`` which session the part is for."""
+    async with control_stack() as stack:
+        begin = m.BeginUpdateArgs(placed_by="trainer")
+        part = m.UpdateChunkArgs(None, FolderSource(folder), placed_by="trainer")
+        calls = map(stack.control.call, (begin, m.AbortUpdateArgs(), begin, part))
+        first, aborted, second, answer = await asyncio.gather(*calls, return_exceptions=True)
+        assert aborted["aborted"] == [first["session_id"]] != [second["session_id"]]
+        if folder == "/w5":
+            assert answer["session_id"] == second["session_id"]
+            await stack.control.call(m.AbortUpdateArgs(second["session_id"]))
+        else:
+            assert isinstance(answer, WeightUpdateRefused)
         assert stack.in_engines(lambda engine: engine.weights.session) == {"r0": None, "r1": None}
         assert stack.control.state.changing == 0, "nobody could join any more"

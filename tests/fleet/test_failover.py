@@ -173,7 +173,7 @@ def test_a_new_request_waits_for_the_restart_of_the_only_replica():
 
 
 def test_a_fleet_without_a_member_so_far_refuses_requests():
-    config = FleetConfig(fleet_id="fleet-1", lease_s=0.1, rebuild_s=0.1)  # the request waits for as long as both
+    config = FleetConfig(fleet_id="fleet-1", rebuild_s=0.2, lease_s=0.2)  # how long a request waits for a member
     gateway = FakeGateway(config, lambda: StaticLauncher([]))
     refused = gateway.http.post("/v1/completions", json=BODY | {"prompt": [1], "max_tokens": 2})
     assert refused.status_code == 503 and refused.headers["Retry-After"]

@@ -115,6 +115,21 @@ def test_a_hold_that_was_released_while_an_engine_was_cut_off_is_released_there(
         assert holds(fleet) == [[], []]
 
 
+def test_an_adapter_that_was_prepared_on_an_engine_and_never_committed_is_forgotten_when_it_joins(tmp_path):
+    adapter = FolderSource(write_adapter(tmp_path / "source", "a1"))
+    (tmp_path / "store").mkdir()
+    with fake_fleet(2, config=CONFIG, adapter_store=str(tmp_path / "store")) as fleet:  # the engine is not restarted
+        replica = fleet.replica("replica-0")
+
+        async def prepare() -> None:
+            await replica.client.call(m.LoadAdapterArgs("a", adapter, prepare=True))
+            fleet.client.membership.fence(replica, "a test cuts it off")
+
+        fleet.run(prepare())
+        fleet.wait_members(2)
+        assert fleet.engines[0].engine.adapters.prepared() == []
+
+
 @pytest.mark.slow
 def test_nobody_joins_while_a_weight_session_is_open(fleet):
     session = fleet.http.post("/v1/weights/begin", json={"version": "step-2"}).json()["result"]["session_id"]

@@ -98,6 +98,43 @@ def test_a_fenced_replica_is_restarted_and_joins_again(fleet):
     assert replica.client.welcome.boot_id == fleet.engines[0].engine.boot_id != boot_id
 
 
+def test_an_answer_to_a_question_from_before_a_change_fences_nobody(fleet):
+    replica, membership = fleet.replica("replica-0"), fleet.client.membership
+
+    async def hear(age: int) -> ReplicaState:
+        """Let the replica answer with another epoch, to a question that is ``age`` revisions old."""
+        replica.weight_epoch = membership.state.weight_epoch + 1
+        membership._renewed(replica, membership.state.revision - age)
+        replica.weight_epoch = membership.state.weight_epoch
+        return replica.state
+
+    assert fleet.run(hear(1)) is ReplicaState.MEMBER
+    assert fleet.run(hear(0)) is ReplicaState.FENCED
+
+
+def test_a_replica_that_shall_drain_gets_no_request_after_its_restart(fleet):
+    replica, membership = fleet.replica("replica-0"), fleet.client.membership
+    fleet.run(membership.drain("replica-0"))
+    fleet.loop.call_soon_threadsafe(membership.fence, replica, "a test fences it")
+    until(lambda: fleet.launcher.restarts, 20, "restarted")
+    fleet.wait_members(2)
+    assert replica.state is ReplicaState.DRAINING
+    fleet.loop.call_soon_threadsafe(membership.undrain, "replica-0")
+    until(lambda: replica.state is ReplicaState.MEMBER, 20, "it takes requests again")
+
+
+def test_a_session_ends_with_the_term_of_its_gateway(fleet):
+    assert fleet.http.post("/v1/weights/begin", json={}).status_code == 200
+    membership = fleet.client.membership
+
+    async def step_down() -> tuple[int, int]:
+        before = membership.state.changing
+        membership.deposed("a test deposes it")
+        return before, membership.state.changing
+
+    assert fleet.run(step_down()) == (1, 0), "nobody could join in its next term"
+
+
 def test_what_is_open_fails_after_the_state_of_a_fenced_replica_has_changed(fleet):
     replica, seen = fleet.replica("replica-0"), []
 

@@ -161,6 +161,50 @@ async def test_the_rest_of_each_choice_is_a_request_of_its_own(fleet):
 
 
 @in_loop
+async def test_the_rest_of_a_retained_request_is_not_kept_by_its_replica(fleet):
+    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=False)
+    await submitting
+    fleet.engines[0].output("x", [7])
+    fleet.lose(0)
+    await fleet.settle()
+    [rest] = fleet.engines[1].of(AddRequest)
+    assert (rest.retain_s, rest.fingerprint) == (0.0, "")
+
+
+@in_loop
+async def test_what_a_session_has_seen_never_goes_back(fleet):
+    for name in ("new", "old"):
+        await fleet.client.submit(request(name, session="s", stale_ok=name == "old"))
+    fleet.engines[0].output("new", [7], spans=[Span("v", 3, 0, 1)])
+    fleet.engines[0].output("old", [7], spans=[Span("v", 2, 0, 1)])
+    assert fleet.client.router.seen(request("next", session="s")).epoch == 3
+
+
+@in_loop
+async def test_a_new_request_does_not_overtake_those_that_wait(fleet):
+    await fleet.client.submit(request("first"))
+    for i in (0, 1):
+        fleet.lose(i)
+    fleet.connect(0)
+    await fleet.client.submit(request("second"))
+    await fleet.settle()
+    assert [add.request_id for add in fleet.engines[0].of(AddRequest)] == ["first", "second"]
+
+
+@in_loop
+async def test_a_request_that_has_begun_may_wait_for_longer_than_max_queue_s(fleet):
+    await fleet.client.submit(request(max_queue_s=5.0))
+    fleet.engines[0].output("x", [7])
+    for i in (0, 1):
+        fleet.lose(i)
+    [part] = fleet.client._dispatcher._waiting
+    assert part.timer.when() > part.relay.began + 30.0
+
+
+@in_loop
 async def test_a_stop_and_a_leave_reach_the_replicas_of_moved_choices(fleet):
     stream = await fleet.client.submit(request(n=3))
     for k in range(3):

@@ -4,12 +4,13 @@ or refuse, and gateways that die at any point."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fleet.simulated_fleet import SimulatedFleet
+from support.search import examples
 
 SOURCE = FolderSource("/w")
 
@@ -99,11 +100,9 @@ REFUSED_RESUME = [
     *[("call", 0), ("handle", 2), ("call", 4), ("call", 3), ("die", 1), ("refuse", 2)],
     *[("call", 3), ("handle", 2), ("call", 0), ("die", 0), ("refuse", 5)],
 ]
-QUICK = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@QUICK
+@examples(1000)
 @given(num=st.integers(2, 5), script=scripts(3, 30))
 @example(num=3, script=REFUSED_RESUME)
 def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script):
@@ -111,8 +110,8 @@ def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@LONG
+@pytest.mark.timeout(3600)
+@settings(max_examples=30_000)
 @given(num=st.integers(2, 5), script=scripts(20, 100))
 def test_all_members_have_one_state_in_long_histories(num, script):
     play(num, script)

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 from areal.api import ModelRequest, WeightUpdateMeta
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
@@ -22,6 +21,7 @@ from areal.engine.sglang_remote import SGLangBackend
 from areal.engine.vllm_remote import VLLMBackend
 from areal.infra import RemoteInfEngine
 from areal.utils import name_resolve, names
+from in_time import aborted, in_time, tokens_made, unless_done
 
 TOKENS = 600
 PROMPT = list(range(40, 60))
@@ -42,15 +42,26 @@ async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[s
 
     results: dict[str, Any] = {"tokens": TOKENS, "alone": await generate()}
 
-    running = asyncio.create_task(generate())
-    await some_tokens(url)
-    await asyncio.to_thread(engine.pause_generation)
+    async def attempt() -> asyncio.Task | None:
+        before, tokens = await aborted(url), await tokens_made(url)
+
+        async def has_tokens() -> bool:
+            return await tokens_made(url) >= tokens + 5
+
+        running = asyncio.create_task(generate())
+        if await unless_done([running], has_tokens):
+            await asyncio.to_thread(engine.pause_generation)
+            if await aborted(url) > before:
+                return running
+            await asyncio.to_thread(engine.continue_generation)
+        await running
+        return None
+
+    running = await in_time(attempt)
     await asyncio.to_thread(engine.continue_generation)
     results["resumed"] = await running
 
-    running = asyncio.create_task(generate())
-    await some_tokens(url)
-    await asyncio.to_thread(engine.pause_generation)
+    running = await in_time(attempt)
     meta = WeightUpdateMeta(type="disk", path=folder, version=1, clear_checkpoint_after_load=False)
     saved = names.update_weights_from_disk("e", name, engine.get_version())
     name_resolve.add(saved, str(datetime.now().timestamp()), keepalive_ttl=120)
@@ -65,21 +76,6 @@ async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[s
         results["scored"] = int((scores < 0).sum())
     engine.destroy()
     return results
-
-
-async def some_tokens(url: str) -> None:
-    """Wait until the server has generated tokens since this call."""
-    async with httpx.AsyncClient(verify=False) as client:  # fast to make
-
-        async def made() -> float:
-            lines = (await client.get(f"{url}/metrics")).text.splitlines()
-            return next(
-                float(line.split()[1]) for line in lines if line.startswith("fastdeploy:generation_tokens_total")
-            )
-
-        before = await made()
-        while await made() < before + 5:
-            await asyncio.sleep(0.02)
 
 
 async def main(url: str, folders: list[str]) -> dict[str, Any]:

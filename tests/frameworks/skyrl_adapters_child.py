@@ -17,6 +17,7 @@ import asyncio
 import json
 import sys
 import typing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import typing_extensions
@@ -26,6 +27,7 @@ if sys.version_info < (3, 12):
     typing.TypedDict = typing_extensions.TypedDict
 
 import httpx
+from in_time import get, in_time, tokens_made, unless_done
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
 TOKENS = 1500
@@ -72,14 +74,19 @@ class Tenant:
             self.aborts += stop == "abort"
         return {"ids": ids, "logprobs": len(logprobs), "stop": stop}
 
-    async def pause(self) -> None:
+    async def pause(self) -> int:
+        """Hold back the requests, and return how many of them had not ended."""
+        if self._way == "abort":
+            self._gate.clear()
+            replies = await self._client._call_all_servers(
+                "/skyrl/v1/abort_lora_requests", json={"lora_name": self.name}
+            )
+            return sum(reply["body"]["count"] for reply in replies.values())
         if self._way == "plain":
             await self._client.pause_generation()
-        elif self._way == "native":
-            await post(self._url, "/v1/pause", lora_name=self.name, mode="keep")
         else:
-            self._gate.clear()
-            await self._client._call_all_servers("/skyrl/v1/abort_lora_requests", json={"lora_name": self.name})
+            await post(self._url, "/v1/pause", lora_name=self.name, mode="keep")
+        return (await requests(self._url))[self.name]
 
     async def resume(self) -> None:
         if self._way == "plain":
@@ -113,7 +120,34 @@ class Cases:
         return results
 
     def start(self, tenant: Tenant) -> list[asyncio.Task]:
+        tenant.aborts = 0
         return [asyncio.create_task(tenant.generate(prompt)) for prompt in PROMPTS]
+
+    async def caught(
+        self,
+        pause: Callable[[], Awaitable[bool]],
+        resume: Callable[[], Awaitable[Any]],
+        *tenants: Tenant,
+    ) -> list[list[asyncio.Task]]:
+        """Start the requests of ``tenants``, pause, and return the tasks. Start again if ``pause`` says that some had
+        ended before."""
+
+        async def attempt() -> list[list[asyncio.Task]] | None:
+            running = [self.start(tenant) for tenant in tenants]
+            tasks = [task for of_one in running for task in of_one]
+            if await unless_done(tasks, lambda: self._all_run(*tenants)):
+                if await pause():
+                    return running
+                await resume()
+            await asyncio.gather(*tasks)
+            return None
+
+        return await in_time(attempt)
+
+    async def _all_run(self, *tenants: Tenant) -> bool:
+        """Return whether the engine has all requests of ``tenants``."""
+        counts = await requests(self._url)
+        return all(counts[tenant.name] == len(PROMPTS) for tenant in tenants)
 
     async def paused(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """While A is paused, B's new requests complete, and A's do not begin."""
@@ -127,15 +161,15 @@ class Cases:
 
     async def in_flight(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """With 4 + 4 in flight, B's complete while A is paused; then A's complete."""
-        ours, theirs = self.start(a), self.start(b)
-        await under_way(self._url, A=4, B=4)
-        before = sum(task.done() for task in ours + theirs)
-        await a.pause()
+
+        async def pause() -> bool:
+            return await a.pause() == len(PROMPTS) and await self._all_run(b)
+
+        ours, theirs = await self.caught(pause, a.resume, a, b)
         finished = [await task for task in theirs] if self._way != "plain" else []
         early = sum(task.done() for task in ours)
         await a.resume()
         return {
-            "before": before,
             "early": early,
             "a": await asyncio.gather(*ours),
             "b": finished or await asyncio.gather(*theirs),
@@ -145,14 +179,28 @@ class Cases:
     async def swap(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """One answer spans a swap of A's weights. A raw request beside it shows the spans."""
         ids = [await a.load(self._folders["A1"])]
-        ours = asyncio.create_task(a.generate(PROMPTS[0]))
-        await under_way(self._url, A=1)
-        begun = asyncio.Event()
-        beside = asyncio.create_task(spans_of(self._url, "A", PROMPTS[1], begun))
-        await begun.wait()
-        await a.pause()
-        early = ours.done()
+
+        async def attempt() -> tuple[asyncio.Task, asyncio.Task] | None:
+            a.aborts = 0
+            made = await tokens_made(self._url)
+
+            async def has_tokens() -> bool:
+                return await tokens_made(self._url) >= made + 20
+
+            tasks = [asyncio.create_task(a.generate(PROMPTS[0]))]
+            if await unless_done(tasks, has_tokens):
+                begun = asyncio.Event()
+                tasks.append(asyncio.create_task(spans_of(self._url, "A", PROMPTS[1], begun)))
+                await begun.wait()
+                if await a.pause() == 2:
+                    return tasks[0], tasks[1]
+                await a.resume()
+            await asyncio.gather(*tasks)
+            return None
+
+        ours, beside = await in_time(attempt)
         ids.append(await a.load(self._folders["A2"]))
+        early = ours.done()
         await a.resume()
         result = await ours
         again = await a.generate(PROMPTS[0])
@@ -171,10 +219,13 @@ class Cases:
 
     async def whole_engine(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """A pause of the whole engine freezes all tenants, also with a pause of A beneath it."""
-        ours, theirs = self.start(a), self.start(b)
-        await under_way(self._url, A=4, B=4)
         client = a._client
-        await client.pause_generation()
+
+        async def pause() -> bool:
+            await client.pause_generation()
+            return await self._all_run(a, b)
+
+        ours, theirs = await self.caught(pause, client.resume_generation, a, b)
         state = await paused(self._url)
         if self._way != "plain":
             await a.pause()
@@ -187,38 +238,26 @@ class Cases:
 
     async def two_controllers(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """Two controllers sync A and B at the same time, three times each, while C only serves."""
-        both, served = asyncio.Barrier(2), asyncio.Barrier(3)
-        rounds = 3
+        answers: dict[str, list[dict[str, Any]]] = {"A": [], "B": [], "C": []}
 
-        async def control(tenant: Tenant, policies: list[str]) -> list[dict[str, Any]]:
-            answers: list[dict[str, Any]] = []
-            for k in range(rounds):
-                running = self.start(tenant)
-                await under_way(self._url, **{tenant.name: 4})
-                await both.wait()
-                await tenant.pause()
-                await served.wait()  # both are paused: C is served now
-                await served.wait()
-                await tenant.load(policies[(k + 1) % 2])
-                await tenant.resume()
-                answers += await asyncio.gather(*running)
-            return answers
+        async def pause() -> bool:
+            return await asyncio.gather(a.pause(), b.pause()) == [len(PROMPTS)] * 2
 
-        async def serve() -> list[dict[str, Any]]:
-            answers = []
-            for _ in range(rounds):
-                await served.wait()
-                if self._way != "plain":
-                    answers += await asyncio.gather(*(c.generate(prompt, 100) for prompt in PROMPTS))
-                await served.wait()
-            return answers
+        async def resume() -> None:
+            await asyncio.gather(a.resume(), b.resume())
 
-        policies = self._folders
-        of_a, of_b, of_c = await asyncio.gather(
-            control(a, [policies["A1"], policies["A2"]]), control(b, [policies["B1"], policies["B2"]]), serve()
-        )
+        async def sync(tenant: Tenant, policy: str, running: list[asyncio.Task]) -> None:
+            await tenant.load(self._folders[policy])
+            await tenant.resume()
+            answers[tenant.name] += await asyncio.gather(*running)
+
+        for number in (2, 1, 2):
+            ours, theirs = await self.caught(pause, resume, a, b)
+            if self._way != "plain":
+                answers["C"] += await asyncio.gather(*(c.generate(prompt, 100) for prompt in PROMPTS))
+            await asyncio.gather(sync(a, f"A{number}", ours), sync(b, f"B{number}", theirs))
         last = {t.name: (await t.generate(PROMPTS[0], 100))["ids"] for t in (a, b)}
-        return {"a": of_a, "b": of_b, "c": of_c, "last": last, "state": await paused(self._url)}
+        return {"a": answers["A"], "b": answers["B"], "c": answers["C"], "last": last, "state": await paused(self._url)}
 
 
 async def alone(url: str, folders: dict[str, str]) -> dict[str, Any]:
@@ -237,7 +276,7 @@ async def spans_of(url: str, lora_name: str, prompt: list[int], begun: asyncio.E
     body = {"model": lora_name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     spans: list[dict[str, Any]] = []
     async with (
-        httpx.AsyncClient(timeout=120) as client,
+        httpx.AsyncClient(timeout=120, verify=False) as client,
         client.stream("POST", url + "/v1/completions", json=body | {"stream": True}) as reply,
     ):
         async for line in reply.aiter_lines():
@@ -249,13 +288,8 @@ async def spans_of(url: str, lora_name: str, prompt: list[int], begun: asyncio.E
 
 
 async def post(url: str, path: str, **body: Any) -> Any:
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=120, verify=False) as client:
         return (await client.post(url + path, json=body)).raise_for_status().json()
-
-
-async def get(url: str, path: str) -> Any:
-    async with httpx.AsyncClient() as client:
-        return (await client.get(url + path)).raise_for_status().json()["result"]
 
 
 async def paused(url: str) -> list[bool]:
@@ -263,15 +297,9 @@ async def paused(url: str) -> list[bool]:
     return [state["rejecting_new_requests"], state["is_paused"]]
 
 
-async def under_way(url: str, **requests: int) -> None:
-    """Wait until each adapter has so many requests in the engine."""
-    async with httpx.AsyncClient(base_url=url, verify=False) as client, asyncio.timeout(60):
-        while True:
-            known = (await client.get("/v1/adapters")).json()["result"]["adapters"]
-            counts = {adapter["lora_name"]: adapter["requests"] for adapter in known}
-            if all(counts.get(name, 0) >= count for name, count in requests.items()):
-                return
-            await asyncio.sleep(0.005)
+async def requests(url: str) -> dict[str, int]:
+    """Return how many requests of each adapter the engine has."""
+    return {adapter["lora_name"]: adapter["requests"] for adapter in (await get(url, "/v1/adapters"))["adapters"]}
 
 
 async def main(url: str, *folders: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ if sys.version_info < (3, 12):
 
 import aiohttp
 import httpx
+from in_time import in_time, unless_done
 from safetensors.torch import load_file
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
@@ -45,16 +46,25 @@ async def main(url: str, folder: str) -> dict[str, Any]:
 
     results["alone"] = await generate()
 
-    running = asyncio.create_task(generate())
-    await under_way(url)
-    await client.pause_generation()
+    async def all_run() -> bool:
+        return await running_requests(url) == len(PROMPTS)
+
+    async def attempt() -> asyncio.Task | None:
+        running = asyncio.create_task(generate())
+        if await unless_done([running], all_run):
+            await client.pause_generation()
+            if await all_run():
+                return running
+            await client.resume_generation()
+        await running
+        return None
+
+    running = await in_time(attempt)
     results["frozen"] = [await running_requests(url), not running.done()]
     await client.resume_generation()
     results["kept"] = await running
 
-    running = asyncio.create_task(generate())
-    await under_way(url)
-    await client.pause_generation()
+    running = await in_time(attempt)
     await client.sleep_for_weight_sync(offload_kv=True)
     results["asleep"] = [await asleep(url)]
     await client.wake_for_weight_sync(tags=["weights"])
@@ -118,11 +128,6 @@ async def asleep(url: str) -> list[str]:
 
 async def version(url: str) -> str:
     return (await get(f"{url}/v1/weights"))["result"]["version"]
-
-
-async def under_way(url: str) -> None:
-    while await running_requests(url) < len(PROMPTS):
-        await asyncio.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TOKENS, SAMPLES, STEPS = 8, 8, 8
 def learn(url: str, model: str, token: int) -> list[dict[str, Any]]:
     """Train an adapter to answer ``token``. Return what each policy sampled before the next step, and the last one."""
     service = tinker.ServiceClient(base_url=url, api_key="tml-none")
-    trainer = service.create_lora_training_client(base_model=model, rank=8)
+    trainer = service.create_lora_training_client(base_model=model, rank=8, seed=token)
     target = PROMPT + [token] * TOKENS
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(target[:-1]),
@@ -31,7 +31,7 @@ def learn(url: str, model: str, token: int) -> list[dict[str, Any]]:
     for step in range(STEPS + 1):
         if step:
             trainer.forward_backward([datum], "cross_entropy").result()
-            trainer.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+            trainer.optim_step(types.AdamParams(learning_rate=5e-3)).result()
         path = trainer.save_weights_for_sampler(name=f"{step:04d}").result().path
         sampler = service.create_sampling_client(model_path=path)
         params = types.SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=step)

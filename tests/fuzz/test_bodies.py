@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz.effort import effort
 from fuzz.fuzzed_server import FuzzedServer
 from fuzz.test_schema import DOCUMENT
+from support.search import examples
 
 JSON = "application/json"
 ODD = [
@@ -43,7 +43,7 @@ def odd_bodies(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("path", "names"), POSTS, ids=[path for path, _ in POSTS])
 def test_odd_values_for_known_fields_cause_no_internal_error(server: FuzzedServer, path: str, names: list[str]):
-    @effort(few=2)
+    @examples(2)
     @given(odd_bodies(names))
     def send(body: dict[str, Any]) -> None:
         server.send("POST", path, content=json.dumps(body).encode(), headers={"content-type": JSON})
@@ -52,7 +52,7 @@ def test_odd_values_for_known_fields_cause_no_internal_error(server: FuzzedServe
 
 
 @pytest.mark.timeout(600)
-@effort(few=40, share=4)
+@examples(40)
 @given(
     path=st.sampled_from([path for path, _ in POSTS]),
     content=st.binary(max_size=60)
@@ -66,7 +66,7 @@ def test_bytes_that_are_no_json_object_cause_no_internal_error(
 
 
 @pytest.mark.timeout(600)
-@effort(few=30, share=4)
+@examples(30)
 @given(
     path=st.sampled_from(sorted(DOCUMENT["paths"])),
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "\x21ODD"]),

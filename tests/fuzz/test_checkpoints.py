@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.embedded import MODEL_DIR
-from fuzz.effort import effort
 from fuzz.fuzzed_server import FuzzedServer
 from support.http_calls import OCTETS
+from support.search import examples
 
 WHOLE = (Path(MODEL_DIR) / "model.safetensors").read_bytes()
 HEADER_BYTES = int.from_bytes(WHOLE[:8], "little")
@@ -80,7 +80,7 @@ def by_folder(server: FuzzedServer, content: bytes) -> Any:
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     server: FuzzedServer, way: Callable[[FuzzedServer, bytes], Any]
 ):
-    @effort(few=25, share=2)
+    @examples(25)
     @given(damaged())
     def update(content: bytes) -> None:
         reply = way(server, content)
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
 
 
 @pytest.mark.timeout(600)
-@effort(few=20, share=2)
+@examples(20)
 @given(
     name=st.sampled_from(["config.json", "model.safetensors.index.json", "generation_config.json", "checksums.json"]),
     content=st.binary(max_size=100) | st.sampled_from(CONTENTS),
@@ -117,7 +117,7 @@ def test_odd_files_in_a_folder_cause_no_internal_error(server: FuzzedServer, nam
 
 
 @pytest.mark.timeout(600)
-@effort(few=12)
+@examples(12)
 @given(damaged())
 def test_damaged_shared_memory_is_refused(server: FuzzedServer, content: bytes):
     segment = Path("/dev/shm") / f"fastdeploy-fuzz-{uuid.uuid4().hex}"

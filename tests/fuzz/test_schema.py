@@ -9,8 +9,8 @@ from hypothesis import given
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.app import create_app
-from fuzz.effort import effort
 from fuzz.fuzzed_server import CLIENT_TIMEOUT_S, FuzzedServer
+from support.search import examples
 
 DOCUMENT = create_app(type("Client", (), {})(), None, ServeConfig(model="m")).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
@@ -27,7 +27,7 @@ def test_no_request_causes_an_internal_error(label: str, server: FuzzedServer):
     if operation.query or operation.body:
         cases |= operation.as_strategy(generation_mode=WRONG)
 
-    @effort(few=2)
+    @examples(2)
     @given(cases)
     def send(case: schemathesis.Case) -> None:
         try:

@@ -1,10 +1,10 @@
-"""The engine's histograms give the figures of the library's histogram."""
+"""The engine's histograms give the figures of the library's histogram, and counters exist before they count."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from fastdeploy.metrics.metrics import _SECONDS, Durations
+from fastdeploy.metrics.metrics import _SECONDS, Durations, EngineMetrics
 
 
 def test_a_histogram_filled_per_step_equals_the_librarys_histogram():
@@ -24,3 +24,11 @@ def test_a_negative_duration_counts_as_zero():
     Durations("seconds", "Some", registry).observe([-5.0])
     assert registry.get_sample_value("seconds_sum") == 0.0
     assert registry.get_sample_value("seconds_bucket", {"le": "0.005"}) == 1.0
+
+
+def test_every_labelled_counter_is_zero_before_its_first_event():
+    """Prometheus computes rates from differences, so a series that appears with 1 would hide its first event."""
+    counters = [family for family in EngineMetrics().registry.collect() if family.type == "counter"]
+    for family in counters:
+        values = {sample.value for sample in family.samples if sample.name.endswith("_total")}
+        assert values == {0.0}, family.name

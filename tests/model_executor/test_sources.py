@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import WeightUpdateRefused
@@ -35,6 +35,7 @@ from fastdeploy.model_executor.safetensors_source import (
     read_checksums,
 )
 from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from support.search import examples
 
 SPEC = SPECS["qwen2_tied"]
 SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}
@@ -323,14 +324,14 @@ def read_or_refuse(source: Source, most_bytes: int) -> None:
         error.message.encode()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(400)
 @given(st.dictionaries(st.text(max_size=8), ENTRIES | JSON, max_size=4) | JSON, st.binary(max_size=80))
 def test_a_random_header_is_read_or_refused(tmp_path, header, data):
     source = _raw(tmp_path / "x", json.dumps(header).encode(), data)
     read_or_refuse(source, 10 * len(data))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(400)
 @given(st.data())
 def test_a_valid_file_with_pieces_cut_out_doubled_or_changed_is_read_or_refused(tmp_path, data):
     path = tmp_path / "x"

@@ -24,6 +24,7 @@ from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 from support.fake_runner import FakeRunner, Known
+from support.uvicorn_ticks import shorten_ticks
 
 
 class Killed(BaseException):
@@ -89,6 +90,7 @@ class RealServer:
         async def serve() -> None:
             self.client = EngineClient(ZmqConnector(self._endpoint))
             config = ServeConfig(model="fake", served_model_name="tiny", keepalive_s=0.2, model_roots=("/",))
+            shorten_ticks()
             self._uvicorn = make_server(self.client, self._tokenizer, config)
             self._made.set()
             await self._uvicorn.serve(sockets=[self._listener])

@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import InvalidField
@@ -18,6 +18,7 @@ from fastdeploy.rl.rollout import Rollout
 from rl.coroutines import run
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 from support.loop_clock import pass_time
+from support.search import examples
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "prompt_logprobs": 0}
@@ -67,7 +68,7 @@ def test_the_cached_tokens_are_those_of_the_attempt_that_made_the_first_token(fa
     assert rollout(fault)[0].cached_tokens == cached
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     faults=st.lists(
         st.builds(Fault, st.sampled_from(["abort", "drop", "engine_dead", "reject", "full"]), st.integers(0, 9)),

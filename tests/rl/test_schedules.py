@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import FastDeployError
@@ -23,6 +23,7 @@ from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from rl.coroutines import run
 from rl.real_server import RealServer, Wire, real_server
 from support.fake_runner import expected_tokens
+from support.search import examples
 
 TOKENS = 40
 PARAMS = {"max_tokens": TOKENS, "ignore_eos": True}
@@ -33,7 +34,7 @@ EVENTS = st.lists(
     st.tuples(st.sampled_from(["restart", "cut", "abort", "reject", "hold", "crowd"]), st.integers(0, 30)), max_size=5
 )
 BUDGETS = st.lists(st.one_of(st.none(), st.integers(0, 4000)), max_size=8)
-SCHEDULES = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SCHEDULES = examples(5)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 
 from fastdeploy.core.config import from_json
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
@@ -25,6 +26,7 @@ def main() -> int:
     if config.serve.served_model_name == "refuse":
         return events.refuse(ValueError("config.json: is broken"))
     print(f"{args.name} begins", flush=True)
+    events.beat()
     if os.environ.get(SECRET):
         # Tests read the host as "PID of the replica, digits of its secret".
         events.send(
@@ -33,9 +35,12 @@ def main() -> int:
             url=f"http://{config.serve.host}:1",
             host=f"{os.getpid()},{len(os.environ[SECRET])}",
         )
+    if config.serve.served_model_name == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while True:
-        signal.pause()
+        events.beat()
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine
 from support.tiny_tokenizer import save_tokenizer
+from support.uvicorn_ticks import shorten_ticks
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +61,8 @@ class Server:
 
     def _run(self) -> None:
         from fastdeploy.entrypoints.api_server import make_server  # FastAPI: not for runs that start no server
+
+        shorten_ticks()
 
         async def serve() -> None:
             self.client = EngineClient(ZmqConnector(self._endpoint), self._config.stall_s)

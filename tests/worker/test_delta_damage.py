@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core import delta_format
@@ -17,6 +17,7 @@ from fastdeploy.core.weight_source import FileSource, PartFormat
 from fastdeploy.worker.model_runner import ModelRunner
 from support.delta_trainer import Trainer
 from support.deltas import State, changed, over_all_of, payload, write_delta
+from support.search import examples
 from worker.conftest import OPS
 
 K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
@@ -84,7 +85,7 @@ def check_outcome(trainer: Trainer, new: State, source: FileSource, form: PartFo
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from(ENCODED), st.sampled_from([K, K_BIAS, NORM]), damages(), st.integers(0, 99))
 def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, which, form, name, damaged, seed):
     trainer = shared_trainers[which]
@@ -99,7 +100,7 @@ def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, 
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from(ENCODED), damages(), st.integers(0, 99))
 def test_a_damaged_file_is_refused_or_makes_the_same_values(shared_trainers, which, form, damaged, seed):
     trainer = shared_trainers[which]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import WeightUpdateRefused
@@ -21,6 +21,7 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.parameters import in_dtype
 from fastdeploy.model_executor.safetensors_source import MAX_HEADER_BYTES
 from fastdeploy.worker.stream import TensorStream
+from support.search import examples
 
 KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 HALF = 4096
@@ -113,7 +114,7 @@ FILES = st.tuples(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(FILES, st.lists(st.integers(0, 900), max_size=12), st.booleans())
 @example((list(SHAPES), ["F32", "F16", "BF16", "F32"], 0), range(2000), False)
 @example((list(SHAPES), ["BF16", "F32", "F16", "BF16"], 3), range(2000), True)

@@ -7,10 +7,9 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from io import FileIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -20,6 +19,9 @@ from fastdeploy.core.safe_files import open_regular
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.inter_communicator.messages import ExportWeightsArgs
+
+if TYPE_CHECKING:
+    import httpx
 
 PIECE_BYTES = 1 << 20
 PASSED_ON = ("content-length", "x-weight-")  # headers of a replica's answer

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.client.choice import Choice, TextOptions, pieces
@@ -32,6 +32,7 @@ from fastdeploy.http.openai.serving_completion import CompletionView
 from fastdeploy.http.upload_files import UploadFiles
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_engine_server import replace
+from support.search import examples
 
 TOP, TOKENS, CHOICES = 20, 400, 3
 ENTRY = Logprob(-0.5, tuple((97 + i, -1.0 - i) for i in range(TOP)))
@@ -199,7 +200,7 @@ async def test_an_array_that_is_sent_repeatedly_encodes_each_item_once():
     assert bytes(array.raw()) == b"[0,1,2,3,2,3,4,5]" and len(made) == 8
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     text=st.text(alphabet="abé😀", max_size=20),
     sizes=st.integers(1, 7),

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import paddle
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core import delta_format
@@ -18,7 +18,6 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloa
 
 GO_ON = np.zeros(1, np.int32)
 ENCODINGS = st.sampled_from(delta_format.ENCODINGS)
-fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def bits_of(ops: Ops) -> type[np.unsignedinteger]:
@@ -50,7 +49,6 @@ def bits(ops: Ops, weight: PackedLinear) -> np.ndarray:
     return ops.unpack_linear(weight).view(bits_of(ops))
 
 
-@fixtures
 @given(data=st.data())
 def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceOps, data):
     columns = data.draw(st.one_of(st.integers(1, 100), st.just(2000)), "columns")
@@ -77,7 +75,6 @@ def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceO
     assert after == fingerprint(floats(new))
 
 
-@fixtures
 @given(size=st.one_of(st.integers(0, 3000), st.just(300_001)), encoding=ENCODINGS)
 def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: ReferenceOps, size: int, encoding: str):
     rng = np.random.default_rng(size)
@@ -129,7 +126,6 @@ def test_a_zero_gap_at_the_start_of_a_slice_is_refused(ops: CpuOps, rng):
     np.testing.assert_array_equal(bits(ops, weight), base)
 
 
-@fixtures
 @given(data=st.data())
 def test_a_malformed_overwrite_is_refused_and_changes_nothing(ops: CpuOps, reference: ReferenceOps, data):
     rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(1, 40), "columns")

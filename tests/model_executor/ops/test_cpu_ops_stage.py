@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.fingerprint import ZERO, Fingerprint, fingerprint
@@ -24,7 +24,6 @@ GO_ON = np.zeros(1, np.int32)
 SOURCES = st.sampled_from(sorted(DTYPES))
 # Rows and columns at the edges of tiles (16 and 32), odd, and more than one piece of 256 KiB.
 COLUMNS = st.one_of(st.integers(1, 100), st.sampled_from([896, 1024, 4097]))
-fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def finite_bits(rng: np.random.Generator, source: str, size: int) -> np.ndarray:
@@ -50,7 +49,6 @@ def assert_equal_results(ops: Ops, weights: list, reference: Ops, expected: list
         np.testing.assert_array_equal(ours, theirs)
 
 
-@fixtures
 @given(data=st.data())
 def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: ReferenceOps, tmp_path: Path, data):
     """Several tensors of one linear begin at any row, in memory and in files at any byte."""
@@ -89,7 +87,6 @@ def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: 
     np.testing.assert_array_equal(ops.unpack_linear(weights[0]), reference.unpack_linear(weights[1]))
 
 
-@fixtures
 @given(size=st.one_of(st.integers(0, 5000), st.just(300_001)), source=SOURCES, first=st.integers(0, 5000))
 def test_staging_a_vector_equals_the_reference(
     ops: CpuOps, reference: ReferenceOps, size: int, source: str, first: int
@@ -221,7 +218,6 @@ def test_rows_that_do_not_arrive_keep_their_bits(ops: CpuOps, rng):
     assert (after[35:55] != before[35:55]).any()
 
 
-@fixtures
 @given(n=st.integers(1, 200), k=st.integers(1, 100), data=st.data())
 def test_copied_rows_and_bias_have_the_bits_of_the_source(ops: CpuOps, n: int, k: int, data):
     first = data.draw(st.integers(0, n), "first")

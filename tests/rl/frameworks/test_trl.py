@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.fleet_server import FleetServer
 from e2e.server import Server
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
@@ -75,6 +76,9 @@ def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
     serving = server.get("/v1/weights?checksums=true").result
     assert serving["version"] == f"trl-{STEPS}"
     assert serving["checksums"] == seen["sha256"], "the server has the weights of the trainer"
+    for name in server.replicas() if isinstance(server, FleetServer) else ():
+        assert server.ask(name, "/v1/weights?checksums=true")["checksums"] == seen["sha256"], name
+        assert server.ask(name, "/v1/weights")["version"] == f"trl-{STEPS}"
     start = Server("--dtype", "float32").wait_ready()
     try:
         untrained = start.get("/v1/weights?checksums=true").result["checksums"]

@@ -16,8 +16,9 @@ from support.torch_adapters import adapted_text_logprobs
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 4
+STALENESS = 1
 POLICIES = [f"trl-policy-v{k}" for k in range(1, STEPS + 2)]  # one at the start, one per step
-TRAINED = [*["--lora-rank", "8", "--learning-rate", "2e-3", "--max-staleness", "1"], "--steps", str(STEPS)]
+TRAINED = ["--lora-rank", "8", "--learning-rate", "2e-3", "--max-staleness", str(STALENESS), "--steps", str(STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,10 @@ def test_each_policy_is_loaded_under_a_new_name_in_a_pause_and_old_ones_are_unlo
 
 
 def test_every_sample_was_computed_by_the_policy_that_its_request_named(seen):
-    assert {body["model"] for body, _ in seen.completions} >= set(POLICIES[:-1])
+    sampled = {body["model"] for body, _ in seen.completions}
+    assert sampled <= set(POLICIES)
+    for step in range(STEPS):  # at most so stale: which of these policies it is depends on the machine's speed
+        assert sampled & set(POLICIES[max(step - STALENESS, 0) : step + 1])
     for body, reply in seen.completions:
         assert spans_of(reply) == [(body["model"], 1)]
         choice = reply["choices"][0]
@@ -56,7 +60,7 @@ def test_every_sample_was_computed_by_the_policy_that_its_request_named(seen):
 
 def test_the_logprobs_of_samples_are_those_of_peft_with_the_adapter_that_trl_saved(seen, torch_process):
     moved = 0.0
-    for name in POLICIES[:-1]:
+    for name in sorted({body["model"] for body, _ in seen.completions}):
         samples = [(body, reply["choices"][0]) for body, reply in seen.completions if body["model"] == name][:8]
         texts = [body["prompt"] + choice["token_ids"] for body, choice in samples]
         of_policy = torch_process.compute(adapted_text_logprobs, MODEL_DIR, seen.adapters[name], texts)

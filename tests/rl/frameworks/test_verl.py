@@ -35,7 +35,12 @@ def report(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, Any]:
             capture_output=True,
             text=True,
             timeout=600,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT}/tests/frameworks",
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_DEDUP_LOGS": "0",
+            },
         )
     finally:
         for server in servers:

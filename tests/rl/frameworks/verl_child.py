@@ -10,12 +10,14 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx
 import ray
 from hydra import compose, initialize_config_module
+from in_time import get, in_time, tokens_made, unless_done
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
@@ -101,14 +103,30 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
         return await asyncio.gather(*calls)
 
     alone = await all_of(plain)
-    running = asyncio.create_task(all_of(client))
-    await under_way(urls)
-    aborted = [await replica.server_handle.abort_all_requests.remote() for replica in manager.get_replicas()]
-    await sync.resume_generation_replicas()  # a pause without an update changes no answer
+
+    async def abort() -> tuple[asyncio.Task, list[dict[str, Any]]] | None:
+        running = await started(all_of(client), urls)
+        reports = [await replica.server_handle.abort_all_requests.remote() for replica in manager.get_replicas()]
+        await sync.resume_generation_replicas()  # a pause without an update changes no answer
+        if any(report["aborted_count"] for report in reports):
+            return running, reports
+        await running
+        return None
+
+    async def freeze() -> asyncio.Task | None:
+        running = await started(all_of(client), urls)
+        reports = [await post(f"{url}/v1/pause", hold_id="update", mode="keep") for url in urls]
+        if sum(report["counts"]["kept"] for report in reports) == len(prompts):
+            return running
+        await release(urls)
+        await running
+        return None
+
+    running, aborted = await in_time(abort)
     resumed = await running
-    running = asyncio.create_task(all_of(client))
-    await under_way(urls)
+    running = await in_time(freeze)
     metrics = await asyncio.to_thread(sync.update_weights, 7)
+    await release(urls)
     straddling = await running
     after = await all_of(plain)
     await asyncio.to_thread(sync.update_weights)  # without a step
@@ -117,7 +135,7 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     asleep = []
     for change in (first.release_kv_cache, first.resume_kv_cache):
         await change()
-        asleep.append((await get(f"{urls[0]}/v1/weights"))["result"]["asleep"])
+        asleep.append((await get(urls[0], "/v1/weights"))["asleep"])
     return {
         "max_tokens": MAX_TOKENS,
         "alone": [dump(o) for o in alone],
@@ -132,17 +150,29 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     }
 
 
-async def get(url: str) -> Any:
-    async with httpx.AsyncClient(verify=False) as client:  # fast to make
-        return (await client.get(url)).json()
+async def post(url: str, **body: Any) -> Any:
+    async with httpx.AsyncClient(verify=False, timeout=60) as client:
+        return (await client.post(url, json=body)).raise_for_status().json()["result"]
 
 
-async def under_way(urls: list[str]) -> None:
-    """Wait until requests run on every server."""
+async def release(urls: list[str]) -> None:
     for url in urls:
-        while (await get(f"{url}/v1/is_paused"))["result"]["counts"]["running"] == 0:
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
+        await post(f"{url}/v1/resume", hold_id="update")
+
+
+async def started(answers: Coroutine[Any, Any, list[Any]], urls: list[str]) -> asyncio.Task:
+    """Start the answers, and wait until they have some tokens, or are whole."""
+
+    async def made() -> float:
+        return sum([await tokens_made(url) for url in urls])
+
+    before, running = await made(), asyncio.create_task(answers)
+
+    async def has_tokens() -> bool:
+        return await made() >= before + 20
+
+    await unless_done([running], has_tokens)
+    return running
 
 
 def dump(output: Any) -> dict[str, Any]:
@@ -156,7 +186,7 @@ def dump(output: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     root = str(Path(__file__).resolve().parents[3])
-    environment = {"env_vars": {"PYTHONPATH": f"{root}:{root}/tests/rl/frameworks"}}
+    environment = {"env_vars": {"PYTHONPATH": f"{root}:{root}/tests/rl/frameworks:{root}/tests/frameworks"}}
     # A fictitious device: verl reserves one per replica, and our replicas need none in this process.
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
