@@ -42,6 +42,8 @@ serve: $(VENV)/.runtime ops
 sync-ways: $(VENV)/.plots ops
 	$(BIN)/python benchmarks/sync_ways.py --docs docs $(ARGS)
 
+# Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow and not browser" -n 2 --no-loadscope-reorder $(ARGS)
 

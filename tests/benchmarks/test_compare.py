@@ -27,6 +27,7 @@ def twins() -> list[Engine]:
     return [engine, replace(engine, name="twin")]
 
 
+@pytest.mark.slow
 def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "out.json"
     args = compare.parse(["--model-path", str(MODEL), "--repeats", "2", "--json", str(file)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from benchmarks import make_adapters
@@ -23,6 +24,7 @@ def test_an_adapter_has_both_matrices_of_every_linear_of_every_layer():
     assert (sizes[f"{base}.lora_A.weight"], sizes[f"{base}.lora_B.weight"]) == ((16, 896), (128, 16))
 
 
+@pytest.mark.slow
 def test_peft_reads_the_folder_and_the_seeds_differ(tmp_path: Path):
     import peft
 

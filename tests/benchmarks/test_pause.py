@@ -74,6 +74,7 @@ def test_all_promises_of_a_pause_hold_on_our_own_server():
         server.kill_everything()
 
 
+@pytest.mark.slow
 def test_pause_measures_a_peer_in_turn_and_only_the_first_server_decides_the_exit_code(tmp_path: Path):
     file = tmp_path / "out.json"
 

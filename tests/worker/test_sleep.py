@@ -217,9 +217,13 @@ def _measure(folder: str, ops: str, dtype: str) -> None:
 
 # The C++ ops pack each dtype in another way. The reference holds Paddle tensors of float32 for both.
 @pytest.mark.parametrize(
-    ("ops", "dtype"), sorted({(get_ops("float32").name, "float32"), (get_ops("float32").name, "bfloat16"),
-                              ("reference", "float32")}),
-)  # fmt: skip
+    ("ops", "dtype"),
+    [
+        (get_ops("float32").name, "bfloat16"),
+        pytest.param(get_ops("float32").name, "float32", marks=pytest.mark.slow),
+        pytest.param("reference", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_sleep_returns_the_memory_to_the_system(ops, dtype, tmp_path):
     spec = replace(SPECS["qwen2"], hidden=512, inner=3072, layers=4, vocab=8000, seed=7)
     folder = write_checkpoint(tmp_path / "large", spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.lib.ways.plots import write_plots
 from benchmarks.lib.ways.record import CONTROL, WAYS, read
 from support.sync_run import MadeUpRun
@@ -9,6 +11,7 @@ from support.sync_run import MadeUpRun
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_each_plot_is_a_picture_and_shows_the_difference_between_runs(tmp_path):
     def pictures(name: str, **fields) -> dict[str, bytes]:
         runs = [MadeUpRun(way, seed, **fields) for way in WAYS for seed in range(2)] + [
