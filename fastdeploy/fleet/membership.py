@@ -249,7 +249,11 @@ class Membership:
                 if not replica.client.connected.is_set():
                     return  # its loss is told elsewhere
                 replica.why, failures = error.message, failures + 1
-            except (JoinBlocked, ReplicaMisfit, NotLeader) as error:  # a restart would not help
+            except NotLeader as error:  # the lease of an earlier gateway runs there
+                replica.why = error.message
+                await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
+                continue
+            except (JoinBlocked, ReplicaMisfit) as error:  # a restart would not help
                 replica.why = error.message
                 await self._wait_for_change(revision)
                 continue

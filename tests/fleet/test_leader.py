@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from e2e.server import until
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import Joiner
 from fastdeploy.fleet.launcher import StaticLauncher
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs, ResumeArgs
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
@@ -121,6 +123,23 @@ def test_a_call_to_a_gateway_that_starts_waits_for_the_first_member(fleet, monke
     assert reply.status_code == 200 and reply.json()["result"]["released"] == ["trainer"], reply.text
     fleet.wait_members(2)
     assert holds(fleet) == [[], []]
+
+
+async def test_a_replica_that_still_follows_an_earlier_gateway_joins_when_that_lease_ends(fleet):
+    boot_id = fleet.client.membership.boot_id
+    await asyncio.to_thread(fleet.end_gateway)
+    first, second = fleet.engines
+    newest = LeadArgs(boot_id, "newest", 9, 0.001)  # the next gateway asks the engine with the highest term first
+    await asyncio.to_thread(until, lambda: leads(first, newest), 20, "the first engine is free")
+    await asyncio.to_thread(until, lambda: leads(second, LeadArgs(boot_id, "a", 7, 0.001)), 20, "the second one, too")
+    earlier = EngineClient(ZmqConnector(second.endpoint))
+    earlier.start()
+    try:
+        await earlier.call(LeadArgs(boot_id, "earlier", 8, 1.0))
+        await asyncio.to_thread(fleet.start_gateway)
+        await asyncio.to_thread(fleet.wait_members, 2)  # in less time than rebuild_s
+    finally:
+        await earlier.close()
 
 
 def test_calls_that_waited_are_sent_in_their_order(fleet):

@@ -234,7 +234,7 @@ def test_a_large_body_waits_for_room_and_is_then_served(make_stack):
 def test_a_body_that_waits_too_long_for_room_is_a_429(make_stack):
     stack = make_stack(max_bodies_mb=256, max_body_mb=256, body_idle_s=2.0)
     with connected(stack, half_body(256 * MIB)[: 2 * MIB]):
-        wait_until(lambda: received(stack) > 0)
+        wait_until(lambda: received(stack) > MIB)  # more than is read before the body has its room
         for connection in connections(stack):
             on_its_loop(connection, connection._stop_timer)  # the first body arrives steadily
         body = b'{"prompt": [97]' + b" " * MIB + b"}"
