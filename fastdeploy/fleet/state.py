@@ -151,6 +151,10 @@ class FleetState:
             return self.sessions.get(session_id)
         return next((s for s in self.sessions.values() if s.open and s.begin.placed_by == placed_by), None)
 
+    def session_of(self, replica: str, session_id: str) -> FleetSession | None:
+        """Return the session that has this id on this replica."""
+        return next((s for s in self.sessions.values() if s.ids.get(replica) == session_id), None)
+
     def forget_replica(self, name: str) -> None:
         """Note that ``name`` was fenced: it takes part in no session any more."""
         for session in self.sessions.values():

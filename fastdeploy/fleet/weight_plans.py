@@ -66,8 +66,12 @@ class SessionPlan(Plan[A]):
         return self._ids.get(name, known.get(name))
 
     def found(self) -> FleetSession | None:
-        """Return the session that the replicas have found. If the one that was meant by ``placed_by`` has ended before
-        it had ids, this is a later one. Its begin was answered before this call, as all calls are sent in one order."""
+        """Return the session that the replicas have found. The ids in their answers decide, because a call of
+        ``placed_by`` may have been sent before the begin of its session was answered. Without an id: if the session that
+        was meant has ended, this is a later one, whose begin was answered before this call."""
+        by_ids = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
+        if (found := next((session for session in by_ids if session is not None), None)) is not None:
+            return found
         if self.session is None or self.session.open or self.args.session_id is not None:
             return self.session
         later = self.state.find_session(None, self.args.placed_by)
