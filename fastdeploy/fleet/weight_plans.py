@@ -67,8 +67,8 @@ class SessionPlan(Plan[A]):
 
     def found(self) -> FleetSession | None:
         """Return the session that the replicas have found. The ids in their answers decide, because a call of
-        ``placed_by`` may have been sent before the begin of its session was answered. Without an id: if the session that
-        was meant has ended, this is a later one, whose begin was answered before this call."""
+        ``placed_by`` may have been sent before the begin of its session was answered. Without an id in any answer: if
+        the session that was meant has ended, this is a later one, whose begin was answered before this call."""
         by_ids = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
         if (found := next((session for session in by_ids if session is not None), None)) is not None:
             return found
