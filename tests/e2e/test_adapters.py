@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import uuid
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -60,7 +61,7 @@ def uploaded(config: dict) -> str:
 
 def test_every_source_gives_the_same_adapter_on_every_api_server(adapters, folder, tensors):
     server, base = adapters, ids(adapters, None)
-    segment = Path("/dev/shm") / f"adapter-{folder.name}"
+    segment = Path("/dev/shm") / f"adapter-{uuid.uuid4().hex}"
     segment.write_bytes(tensors)
     server.post("/v1/adapters/load", {"lora_name": "native", "lora_path": str(folder)}).ok()
     server.post("/skyrl/v1/load_lora_adapter", {"lora_name": "skyrl", "lora_path": str(folder)}).ok()
