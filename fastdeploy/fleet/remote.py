@@ -50,15 +50,13 @@ class RemoteHosts:
     def __init__(self, config: FleetConfig):
         import httpx  # slow to import: at the start of a gateway, and never in an API server of one engine
 
-        self._limits = httpx.Limits(max_connections=None)
         self._policy = SourcePolicy(config.model_roots, "")
-        self._key = config.replica_key
         self._silence_s = max(config.fence_after_s, config.stall_s)
-        self._http: httpx.AsyncClient | None = None
+        headers = {"Authorization": f"Bearer {config.replica_key}"} if config.replica_key else {}
+        self._http = httpx.AsyncClient(headers=headers, limits=httpx.Limits(max_connections=None), trust_env=False)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
+        await self._http.aclose()
 
     @contextlib.asynccontextmanager
     async def staged(self, replica: Replica, source: Source) -> AsyncIterator[Source]:
@@ -102,9 +100,6 @@ class RemoteHosts:
     ) -> AsyncIterator[httpx.Response]:
         import httpx
 
-        if self._http is None:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._http = httpx.AsyncClient(headers=headers, limits=self._limits, trust_env=False)
         timeout = httpx.Timeout(self._silence_s, read=silence_s or self._silence_s)
         url = replica.placement.url + path
         try:

@@ -13,7 +13,7 @@ from fastdeploy.inter_communicator import messages as m
 
 @dataclass
 class Ended:
-    """What of one request a call has ended: choices, and the tokens that the client has of them."""
+    """The part of one request that a call has ended: numbers of choices, and of tokens of them that the client has."""
 
     choices: int = 0
     tokens: int = 0

@@ -9,9 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.fleet.running_call import RunningCall
+from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from fleet.fake_fleet import FakeEngine
 
@@ -67,6 +70,13 @@ class ControlStack:
             if replica.state is ReplicaState.MEMBER
         }
 
+    async def begin(self, args: m.Args) -> tuple[asyncio.Task[dict[str, Any]], RunningCall]:
+        """Make a call. Return it when it is sent to all members, and before an answer."""
+        call = asyncio.ensure_future(self.control.call(args))
+        await asyncio.sleep(0)
+        (running,) = self.control._runs
+        return call, running
+
     async def close(self) -> None:
         self.control.close()
         for go_on in self._blocked.values():
@@ -86,3 +96,34 @@ async def control_stack(
         yield stack
     finally:
         await stack.close()
+
+
+def holds(stack: ControlStack) -> dict[str, list[str]]:
+    return stack.in_engines(lambda engine: sorted(engine.pause.holds))
+
+
+def served(stack: ControlStack) -> set[tuple[str, int]]:
+    labels = stack.in_engines(lambda engine: engine.scopes.whole.weights_label()).values()
+    return {(label["version"], label["weight_epoch"]) for label in labels}
+
+
+def update(k: int, **fields) -> m.UpdateWeightsArgs:
+    return m.UpdateWeightsArgs(FolderSource(f"/w{k}"), version=f"v{k}", **fields)
+
+
+def statuses(report: dict) -> dict[str, str]:
+    return {entry["name"]: entry["status"] for entry in report["replicas"]}
+
+
+def spoil(stack: ControlStack, at: int, kind: type, error: Exception, after: int = 0) -> None:
+    """Let an engine refuse one call of a type, after it has done ``after`` of them."""
+    table = next(t for t in (stack.engines[at].engine._on_call, stack.engines[at].engine._on_call_of) if kind in t)
+    before, left = table[kind], [after]
+
+    def refuse(*args):
+        left[0] -= 1
+        if left[0] == -1:
+            raise error
+        return before(*args)
+
+    table[kind] = refuse

@@ -99,7 +99,7 @@ def taken(stream: RequestStream) -> list[list[int]]:
 
 @in_loop
 async def test_a_request_that_may_end_its_replicas_does_not_end_all_of_them(fleet):
-    """It fails after some losses without a token between them; a token begins the count anew."""
+    """The request fails after MAX_VAIN_LOSSES losses in a row without a token. A token begins the count anew."""
     stream = await fleet.client.submit(request())
     for loss in range(MAX_VAIN_LOSSES + 2):
         await fleet.settle()

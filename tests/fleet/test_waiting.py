@@ -1,4 +1,4 @@
-"""Which calls end a request that waits in the gateway."""
+"""Calls that end a request which waits in the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every gateway must do with our servers. A module of tests gives the gateway as the fixture ``gateway``."""
+"""Tests that hold for every gateway in front of our servers. A module gives its gateway as the fixture ``gateway``."""
 
 from __future__ import annotations
 
