@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fastdeploy.core.fingerprint import ZERO, Fingerprint, fingerprint
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import Ops, PackedLinear, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, StageResult
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.reference_staging import DTYPES
 
@@ -38,15 +38,6 @@ def finite_bits(rng: np.random.Generator, source: str, size: int) -> np.ndarray:
         bits[bits & 0x7F000000 == 0x7F000000] ^= 0x01000000
     bits[rng.random(size) < 0.05] = 0
     return bits.view(np.uint8)
-
-
-def unpacked(ops: Ops, weights: list[PackedLinear]) -> list[np.ndarray]:
-    return [ops.unpack_linear(weight) for weight in weights]
-
-
-def assert_equal_results(ops: Ops, weights: list, reference: Ops, expected: list) -> None:
-    for ours, theirs in zip(unpacked(ops, weights), unpacked(reference, expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @given(data=st.data())
