@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from e2e.server import PROMPT, LiveStream, in_background
+from e2e.server import PROMPT, LiveStream, in_background, until
 from fastdeploy.embedded import MODEL_DIR
 
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "gate_proj", "down_proj"]}
@@ -98,16 +98,20 @@ def test_a_kept_adapter_is_frozen_while_another_and_the_base_model_go_on(adapter
     for name in ("a", "b"):
         server.post("/v1/adapters/load", {"lora_name": name, "lora_path": str(folder)}).ok()
     alone = {name: server.complete(PROMPT, model=name, max_tokens=400, ignore_eos=True) for name in ("a", "b", None)}
+    before = server.metric("generation_tokens_total")
     streams = {name: LiveStream(server, PROMPT, model=name) for name in alone}
     for stream in streams.values():
         stream.wait_for_tokens(5)
     report = server.post("/v1/pause", {"lora_name": "a", "mode": "keep"}).result
     assert (report["lora_name"], report["is_paused"], report["counts"]["kept"]) == ("a", True, 1)
+    server.post("/v1/pause", {"mode": "keep", "hold_id": "count"}).ok()  # all stand still, until every token is read
+    made = server.metric("generation_tokens_total") - before
+    until(lambda: sum(len(stream.tokens) for stream in streams.values()) == made, 30, "all tokens are read")
+    frozen = len(streams["a"].tokens)
+    server.post("/v1/resume", {"hold_id": "count"}).ok()
     held = in_background(ids, server, "a")
-    for _ in range(2):  # the first time, tokens of "a" may still be on their way
-        frozen = len(streams["a"].tokens)
-        for name in ("b", None):
-            streams[name].wait_for_tokens(len(streams[name].tokens) + 50)
+    for name in ("b", None):
+        streams[name].wait_for_tokens(len(streams[name].tokens) + 50)
     assert ids(server, "b") == alone["b"]["token_ids"][:COUNT] and ids(server, None) == alone[None]["token_ids"][:COUNT]
     assert len(streams["a"].tokens) == frozen and not held.done()
     status = server.get("/v1/is_paused").result
