@@ -24,6 +24,10 @@ GATEWAYS := .venv-gateways
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
+# On a machine with a compiler and without ccache, Paddle warns at each import.
+export PYTHONWARNINGS := ignore:No ccache found
+# Installs packages with lines of progress. 60 is the number of seconds that this usually takes.
+INSTALL = $(BIN)/python benchmarks/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
 .PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
 	oracles search soak fleet-chaos sync-ways ops lint clean
@@ -43,13 +47,13 @@ sync-ways: $(VENV)/.plots ops
 	$(BIN)/python benchmarks/sync_ways.py --docs docs $(ARGS)
 
 # Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-quick: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow and not browser" -n 2 --no-loadscope-reorder $(ARGS)
 
 # Tests that need no Paddle, no process and no server, in less than a minute.
 test-quick: $(VENV)/.test
-	$(BIN)/python -m pytest --quick -p no:schemathesis $(ARGS)
+	$(BIN)/python -m pytest --quick -p no:schemathesis -n 2 $(ARGS)
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
@@ -117,28 +121,28 @@ $(BIN)/python:
 
 $(VENV)/.runtime: setup.py pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q "setuptools>=70.1"
-	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	$(INSTALL) --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	$(INSTALL) --no-build-isolation -e ".[test]"
 	@touch $@
 
 $(VENV)/.plots: $(VENV)/.runtime
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[plots]"
+	$(INSTALL) --no-build-isolation -e ".[plots]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,lint]"
+	$(INSTALL) --no-build-isolation -e ".[test,lint]"
 	@touch $@
 
 # The long tests also need TRL, for training.
 $(VENV)/.slow: $(VENV)/.test
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
+	$(INSTALL) --no-build-isolation -e ".[test,trl]"
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.test
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,ray]"
+	$(INSTALL) --no-build-isolation -e ".[test,ray]"
 	@touch $@
 
 # Debian's Chromium, driven by Playwright.
@@ -146,10 +150,10 @@ $(VENV)/.ui: $(VENV)/.test
 	@command -v chromium >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
 		|| { echo "Chromium is missing: apt-get install chromium"; exit 1; }
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,ui-test]"
+	$(INSTALL) --no-build-isolation -e ".[test,ui-test]"
 	@touch $@
 
-# The frameworks pin other versions than this project, so they have an environment of their own.
+# The frameworks and clients pin other versions than this project, so they have an environment of their own.
 # SkyRL asks for Python 3.12; its client runs on 3.11 too (see tests/frameworks/skyrl_child.py).
 $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(FRAMEWORKS)

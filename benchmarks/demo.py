@@ -13,6 +13,7 @@ import asyncio
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +23,7 @@ from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import FAILURES, Native
 from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
+from benchmarks.lib.progress import progress
 from benchmarks.lib.report import Printer
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.spans import judge_update
@@ -37,6 +39,8 @@ VERSION = "demo-2"
 STEP_S = 0.0015  # of the C++ ops; slower ops get fewer tokens, so that the demo takes a minute or two
 PERTURBATION = 0.02
 READY_S, STOP_S = 120.0, 20.0
+USUAL_S = 30.0  # of the demo
+STARTED, SOLVED_ALL, PAUSED_ALL = 0.08, 0.12, 0.70  # share of the demo's time, at the end of each of its parts
 
 
 class Demo:
@@ -48,15 +52,28 @@ class Demo:
         self.checks: list[Check] = []
         self.model = ""
         self.slower = 1.0  # measured step time over STEP_S
+        self._began = time.monotonic()
+        self._ends_at = self._began + USUAL_S  # as far as that is known
         self._problems = arithmetic.problems(seed=0, n=256)
 
     async def run(self) -> None:
-        took = await self.server.wait_ready(READY_S)
-        self.model, length = await self.native.model(None)
-        self.printer.say(f"{self.model} (context {length}) ready at {self.server.url} after {took:.1f} s")
-        await self._solve()
-        self.printer.acceptance(await self._accept())
-        await self._update()
+        with progress(self._progress, self.printer.say):
+            took = await self.server.wait_ready(READY_S)
+            self.model, length = await self.native.model(None)
+            self.printer.say(f"{self.model} (context {length}) ready at {self.server.url} after {took:.1f} s")
+            self._reached(STARTED)
+            await self._solve()
+            self._reached(SOLVED_ALL)
+            self.printer.acceptance(await self._accept())
+            self._reached(PAUSED_ALL)
+            await self._update()
+
+    def _reached(self, share: float) -> None:
+        self._ends_at = self._began + (time.monotonic() - self._began) / share
+
+    def _progress(self) -> str:
+        now = time.monotonic()
+        return f"demo: {now - self._began:.0f} s, about {max(self._ends_at - now, 1.0):.0f} s left"
 
     async def _solve(self) -> None:
         """Solve some problems, to show what the model does."""

@@ -36,7 +36,7 @@ def rows(outputs: Sequence[RequestOutput]) -> list[Any]:
             (
                 list(choice.token_ids),
                 [(one.logprob.hex(), [(token, value.hex()) for token, value in one.top]) for one in choice.logprobs],
-                [one.logprob.hex() for one in choice.prompt_logprobs],
+                [one.logprob.hex() for one in choice.prompt_logprobs or []],
                 choice.finish_reason,
             )
             for choice in output.choices

@@ -27,7 +27,7 @@ from benchmarks.lib.server import ServerProcess
 from benchmarks.make_adapters import write_adapter
 from fastdeploy.embedded import MODEL_DIR
 
-SIZE = {"width": 1280, "height": 860}
+SIZE = 1280, 860
 CLIENTS = 22
 FLAGS = ("--max-num-seqs", "20", "--num-gpu-blocks-override", "1024")
 
@@ -94,7 +94,7 @@ def work(url: str, folder: Path) -> None:
 def take_pictures(url: str, folder: Path, out: Path) -> None:
     """Open the page, let the server work, and save the picture in both colour schemes."""
     with chromium() as browser:
-        page = browser.new_page(viewport=SIZE)
+        page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
         page.goto(f"{url}/ui")
         rollouts = Rollouts(url)
         work(url, folder)

@@ -14,13 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "custom_ops" / "cpu_ops"
+PROGRESS_S = 8.0  # seconds between two lines of progress
 LIBRARY = ROOT / "fastdeploy" / "model_executor" / "ops" / "libfastdeploy_cpu_ops.so"
 
 # -ffp-contract=off: the compiler never fuses a product and a sum on its own, so that two paths through a kernel cannot
@@ -81,8 +83,15 @@ def compile_library(compiler: str, target: Path, stamp: str) -> None:
             run([compiler, *flags, "-c", str(SOURCES / unit.source), "-o", out])
             return out
 
+        began = time.monotonic()
         with ThreadPoolExecutor(os.cpu_count()) as executor:
-            objects = list(executor.map(compile_unit, UNITS))
+            compiling = [executor.submit(compile_unit, unit) for unit in UNITS]
+            while wait(compiling, PROGRESS_S).not_done:
+                done = sum(future.done() for future in compiling)
+                took = time.monotonic() - began
+                left = f", about {took * (len(UNITS) - done) / done:.0f} s left" if done else ""
+                print(f"cpu_ops: {done} of {len(UNITS)} files compiled{left}", flush=True)
+            objects = [future.result() for future in compiling]
         # Link under another name, then rename: a process that has mapped the old library keeps its file.
         staged = target.with_suffix(f".{os.getpid()}.tmp")
         run([compiler, "-shared", "-pthread", *objects, "-o", str(staged)])

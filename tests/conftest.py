@@ -22,8 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     search.configure()
-    if config.getoption("quick"):
-        quick.forbid()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if session.config.getoption("quick"):
+        quick.forbid()  # not before, since xdist starts processes
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -33,7 +33,7 @@ def run(settings: Settings) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
         own = served(settings, out / "server.log")
-        with nullcontext(settings.url) if settings.url else own as url, Display(settings.minutes) as display:
+        with Display(settings.minutes) as display, nullcontext(settings.url) if settings.url else own as url:
             asyncio.run(train(settings, url, display))
     except* (FastDeployError, ServerFailed, OSError) as errors:
         first: BaseException = errors

@@ -26,6 +26,7 @@ class Trainer:
         self._learner = Learner(settings)
         self._curriculum = Curriculum(settings.seed)
         self._number = 0  # of updates made
+        self._made = 0  # of these, by this process
         self._publication = 0  # the last one, counted over all processes of the run
         self._accuracy = 0.0  # held-out, from 0 to 1
         self._checkpoint, before = Path(settings.out) / "checkpoint", None
@@ -91,9 +92,14 @@ class Trainer:
         done["seconds"]["wait"] = waited
         reward = float(np.mean([group.rewards for group in groups]))
         records.write("update", update=self._number, reward=reward, reward_all=producer.success, **done)
-        per_second = records.ledger.total() / (records.now() - self._began)
+        now = records.now()
+        per_second = records.ledger.total() / (now - self._began)
+        self._made += 1
+        by_updates = (now - self._began) / self._made * (self._settings.updates - self._number)
+        by_time = 60 * self._settings.minutes - now
+        self._display.set_time_left(min(by_updates, by_time), is_most=by_time <= by_updates)
         self._display.show(
-            records.now(), updates=self._number, reward=f"{producer.success:.2f}", tokens_per_s=f"{per_second:.0f}",
+            now, updates=self._number, reward=f"{producer.success:.2f}", tokens_per_s=f"{per_second:.0f}",
             lag=f"{done['lag_mean']:.1f} (max {done['lag_max']})",
             mismatch="-" if done["mismatch"] is None else f"{done['mismatch']['kl']:g}",
         )  # fmt: skip

@@ -7,19 +7,23 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from fastdeploy.client.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.client.detokenizer import IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.outputs import Logprob, Span, clip_spans, merge_spans
 from fastdeploy.inter_communicator.messages import Output
 
 
 class TextOptions(NamedTuple):
-    """Options of decoding. stops: stop strings. min_tokens: a stop string ends no shorter choice."""
+    """Options of a choice. stops: stop strings. min_tokens: a stop string ends no shorter choice. prompt_only: the
+    client asked for no token. The engine samples at least one, which the choice drops. detokenize: without it there is
+    no text, and no stop string may be asked for."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    prompt_only: bool = False
+    detokenize: bool = True
 
 
 class Delta(NamedTuple):
@@ -34,11 +38,13 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer the text stays empty.
+    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer, or without ``TextOptions.detokenize``,
+    the text stays empty.
 
     resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text includes their text,
     since a stop string or a character may begin there; ids, logprobs and spans leave them out.
-    prompt_logprobs: of the prompt from its second token on; complete when the first output token is there.
+    spans: a choice without output (``TextOptions.prompt_only``) has an empty span of the weights that computed its
+    prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
@@ -49,33 +55,44 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.message = ""
-        self.prompt_logprobs: list[Logprob] = []
         self.num_preempted = 0
+        self._prompt_logprobs: list[Logprob] = []
+        self._num_prompt_tokens = len(prompt)
         self._options = options
         self._search = StopSearch(options.stops)
+        self._longest_stop = max(map(len, options.stops), default=0)
         self._num_shown = 0  # characters that ``feed`` has returned
         self._decoder = None
-        if tokenizer is not None:
+        if tokenizer is not None and options.detokenize:
             fresh = len(prompt) - resumed
-            tail = prompt[max(fresh - CONTEXT, 0) : fresh]  # not a copy of the whole prompt for each choice
-            self._decoder = IncrementalDecoder(tokenizer, tail, options.skip_special_tokens)
+            self._decoder = IncrementalDecoder(tokenizer, prompt, options.skip_special_tokens, fresh)
             self.text = self._decoder.extend(prompt[fresh:])
             self._search.push(self.text)
+
+    @property
+    def prompt_logprobs(self) -> list[Logprob] | None:
+        """Logprobs of the prompt, from its second token on. None unless all are there: an abort within the prompt
+        leaves a part of them, which a caller could take for the logprobs of the whole prompt."""
+        complete = len(self._prompt_logprobs) == self._num_prompt_tokens - 1
+        return self._prompt_logprobs if complete else None
 
     def feed(self, output: Output) -> Delta:
         """Add an output of the engine. A stop string in it ends the choice, even if the engine ended the choice for
         another reason."""
         first = len(self.token_ids)
-        self.prompt_logprobs += output.prompt_logprobs
+        self._prompt_logprobs += output.prompt_logprobs
         self.num_preempted += output.num_preempted
+        if self._options.prompt_only:
+            return self._feed_prompt_only(output)
         taken, hit = self._decode(output)
+        if hit is None and output.finish_reason is not None:
+            hit = self._finish_text(first + taken)
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit.stop
             self.text = self.text[: hit.cut + (len(hit.stop) if self._options.include_stop else 0)]
         elif output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             self.message = output.message
-            self.text += self._decoder.flush() if self._decoder is not None else ""
         spans = clip_spans(output.spans, first, first + taken)
         ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
         delta = Delta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
@@ -83,6 +100,16 @@ class Choice:
         self.logprobs += delta.logprobs
         merge_spans(self.spans, delta.spans)
         return delta
+
+    def _feed_prompt_only(self, output: Output) -> Delta:
+        """Drop the tokens of ``output``, and note the weights that sampled the last one."""
+        if output.spans:
+            self.spans = [replace(output.spans[-1], start=0, end=0)]
+        self.finish_reason = "length" if output.finish_reason == "stop" else output.finish_reason
+        self.message = output.message
+        if self.finish_reason == "error":
+            self.stop_reason = output.stop_reason
+        return Delta(0, "", [], [], list(self.spans), self.finish_reason)
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
         """Decode until a stop string is complete. Return the number of tokens taken, and the stop string found."""
@@ -92,12 +119,30 @@ class Choice:
         hidden = output.finish_reason == "stop" and not self._options.include_stop
         shown = len(output.token_ids) - (1 if hidden else 0)
         for i, token_id in enumerate(output.token_ids[:shown]):
-            new = self._decoder.push(token_id)
-            self.text += new
             enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
+            new = self._decoder.push(token_id) or (self._held_stop() if enough else "")
+            self.text += new
             if (hit := self._search.push(new)) and enough:
                 return i + 1, hit
         return len(output.token_ids), None
+
+    def _finish_text(self, num_tokens: int) -> StopHit | None:
+        """Add the text that the decoder holds back, since no token follows. Return the stop string in it."""
+        if self._decoder is None:
+            return None
+        self.text += (rest := self._decoder.rest())
+        hit = self._search.push(rest)
+        return hit if num_tokens >= self._options.min_tokens else None
+
+    def _held_stop(self) -> str:
+        """Return the text that the decoder holds back if it completes a stop string, else "". The text of byte tokens
+        is certain only behind them, but a stop string ends the choice at the token that completes it."""
+        stops, decoder = self._options.stops, self._decoder
+        if decoder is None or not stops or not (run := decoder.run_end(self._longest_stop)):
+            return ""
+        before = self.text[-self._longest_stop :]
+        # The second test decodes. It is made only if the first one holds.
+        return rest if (before + run).endswith(stops) and (before + (rest := decoder.rest())).endswith(stops) else ""
 
     def _certain_text(self) -> str:
         """Return the new text, without an end that may become a stop string."""

@@ -2,64 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import os
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from fastdeploy.client.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 6
-# A character has at most four bytes. If more tokens than that end in U+FFFD, their bytes are not UTF-8.
-MAX_PENDING = 4
 
 
 class IncrementalDecoder:
     """Text of a growing sequence of ids. The returned texts, joined, are the decoding of all ids.
 
-    A few prompt tokens are context: the text of a token can depend on the token before, and a prompt that continues
-    an aborted answer may end inside a character.
+    The tokens before are context (``Tokenizer.context``), also those of ``prompt``, which may end inside a character.
+    length: so many ids of the prompt count; None = all.
+
+    Text that a later token can change is held back. That is one U+FFFD at the end, which may be an incomplete
+    character, and a run of byte tokens (``Tokenizer.byte_tokens``), since one bad byte makes U+FFFD of the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        skip_special_tokens: bool = True,
+        length: int | None = None,
+    ):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._window = list(prompt_tail[-CONTEXT:])
-        self._shown_ids = len(self._window)  # of the window, with the text that is returned already
-        self._shown = self._decode(self._window)
+        self._decode, self._skip = tokenizer.decode, skip_special_tokens
+        self._num_ids, self._silent = tokenizer.num_ids, tokenizer.ids_without_text(skip_special_tokens)
+        self._bytes = tokenizer.byte_tokens
+        self._max_window = 2 * tokenizer.context - 1  # a longer window is cut to the context
+        self._run: Run | None = None  # of byte tokens, at the end
+        self._window = self._context(prompt, len(prompt) if length is None else length)
+        for token in self._window[_run_start(self._window, self._bytes) :]:
+            self._add_byte(token)
+        self._shown = self._whole()  # of the window's text: what is in the prompt, or was returned
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip)
+    def _context(self, prompt: Sequence[int], length: int) -> list[int]:
+        """Return the last ids of the prompt that have text, as many as the context needs. If the first of these is a
+        byte token, also the rest of its run and the token before."""
+        ids: list[int] = []
+        for position in range(length - 1, -1, -1):
+            if self._has_text(token := prompt[position]):
+                ids.append(token)
+                if len(ids) >= self._tokenizer.context and token not in self._bytes:
+                    break
+        return ids[::-1]
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._silent and token_id < self._num_ids
 
     def push(self, token_id: int) -> str:
         """Add one token, and return the text that is certain now."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) and len(self._window) - self._shown_ids <= MAX_PENDING:
+        if token_id in self._silent or token_id >= self._num_ids:
             return ""
-        return self._advance(text)
+        self._window.append(token_id)
+        if token_id in self._bytes:
+            self._add_byte(token_id)
+            return ""
+        return self._advance()
 
     def extend(self, token_ids: Sequence[int]) -> str:
         """Add many tokens at once. The result is that of :meth:`push` for each of them."""
-        window = [*self._window, *token_ids]
-        text = self._decode(window)
-        if text.endswith(REPLACEMENT):  # an incomplete character, or bytes that are not UTF-8
-            return "".join(map(self.push, token_ids))
-        self._window = window
-        return self._advance(text)
+        ids = [token for token in token_ids if self._has_text(token)]
+        end = _run_start(ids, self._bytes)
+        self._window += ids[:end]
+        return (self._advance() if end else "") + "".join(map(self.push, ids[end:]))
 
-    def flush(self) -> str:
-        """Return the rest of the text, after the last token."""
-        return self._advance(self._decode(self._window))
+    def run_end(self, length: int) -> str:
+        """Return the last ``length`` characters of the run of byte tokens at the end, if they are valid so far."""
+        return "".join(self._run.characters[-length:]) if self._run is not None else ""
 
-    def _advance(self, text: str) -> str:
-        # An incomplete character at the end is decoded as one U+FFFD. The complete character replaces it.
-        shown = self._shown if text.startswith(self._shown) else self._shown.removesuffix(REPLACEMENT)
-        new = text[len(shown) :]
-        self._window = self._window[max(self._shown_ids - 1, 0) :]
-        self._shown_ids = len(self._window)
-        self._shown = self._decode(self._window)
+    def rest(self) -> str:
+        """Return the text that is held back, as it is if no token follows."""
+        return _behind(self._shown, self._whole())
+
+    def _add_byte(self, token_id: int) -> None:
+        if self._run is None:
+            self._run = Run()
+        self._run.add(self._bytes[token_id])
+
+    def _advance(self) -> str:
+        """Return the new text behind a token that is no byte."""
+        self._run = None
+        text, shown = self._decode(self._window, self._skip).removesuffix(REPLACEMENT), self._shown
+        if text.startswith(shown):
+            new, self._shown = text[len(shown) :], text
+        elif shown.startswith(text):  # the prompt ends inside a character, and so does the output
+            return ""
+        else:
+            new, self._shown = _behind(shown, text), text
+        if len(self._window) > self._max_window:
+            self._window = self._window[-self._tokenizer.context :]
+            whole = self._tokenizer.token_text(self._window[0]) if len(self._window) == 1 else self._whole()
+            self._shown = whole.removesuffix(REPLACEMENT)
         return new
+
+    def _whole(self) -> str:
+        return self._decode(self._window, self._skip)
+
+
+class Run:
+    """Byte tokens in a row. characters: those that are complete; none if a byte is bad."""
+
+    def __init__(self) -> None:
+        self.characters: list[str] = []
+        self._decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")()
+
+    def add(self, byte: int) -> None:
+        if self._decoder is not None:
+            try:
+                self.characters += self._decoder.decode(bytes((byte,)))
+            except UnicodeDecodeError:
+                self.characters, self._decoder = [], None
+
+
+def _run_start(ids: Sequence[int], byte_tokens: Container[int]) -> int:
+    """Return the index of the first of the byte tokens at the end."""
+    return next((i for i in range(len(ids), 0, -1) if ids[i - 1] not in byte_tokens), 0)
+
+
+def _behind(shown: str, text: str) -> str:
+    """Return the part of ``text`` that is not shown. Where the prompt, which is shown, ends inside a character, the
+    whole character counts as not shown."""
+    return text[len(os.path.commonprefix((shown, text))) :]
 
 
 class StopHit(NamedTuple):

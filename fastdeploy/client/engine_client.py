@@ -267,6 +267,11 @@ class EngineClient:
             raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
         return self.welcome
 
+    @property
+    def closed_because(self) -> str:
+        """Why a new request would reach no engine; "" = there is one."""
+        return "" if self.connected.is_set() else self.missing_because
+
     # ------------------------------------------------------------------ requests
 
     async def submit(

@@ -11,7 +11,7 @@ from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
-from fastdeploy.core.errors import EngineError, NonFiniteLogits
+from fastdeploy.core.errors import EngineError, InvalidField, NonFiniteLogits
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
@@ -85,7 +85,11 @@ class Generation:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def require_an_answer(self) -> None:
-        """Raise NonFiniteLogits if every choice ended with that error."""
+        """Raise InvalidField if the client left before the end, and NonFiniteLogits if every choice ended with that
+        error."""
+        if self.gone and not self.finished:
+            why = "the client closed the sending side of the connection before the answer, and so counts as gone"
+            raise InvalidField("request", why)
         if all(choice.finish_reason == "error" for choice in self.choices):
             raise NonFiniteLogits(self.choices[0].message)
 

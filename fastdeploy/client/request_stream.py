@@ -87,9 +87,9 @@ class RequestStream:
         self.reader.wake(self)
 
     def take(self) -> list[Output]:
-        """Return the outputs that are there, joined to one per choice. If there are none, raises the error of
-        :meth:`fail`."""
-        outputs, self._outputs = [joined(outputs) for outputs in self._outputs.values()], {}
+        """Return the outputs that are there, those of one choice :func:`joined`. If there are none, raises the error
+        of :meth:`fail`."""
+        outputs, self._outputs = [output for parts in self._outputs.values() for output in joined(parts)], {}
         if self._error is not None:
             if not outputs:
                 raise self._error
@@ -122,13 +122,20 @@ class RequestStream:
         self.close()
 
 
-def joined(outputs: list[Output]) -> Output:
-    """Join consecutive outputs of one choice, in time linear in their length."""
+def joined(outputs: list[Output]) -> list[Output]:
+    """Join consecutive outputs of one choice, in time linear in their length. A final "stop" without a token stays
+    apart, since the last token of an output that ends with "stop" is read as the EOS or stop id."""
+    *before, last = outputs
+    if before and not last.token_ids and last.finish_reason == "stop":
+        return [_one(before), last]
+    return [_one(outputs)]
+
+
+def _one(outputs: list[Output]) -> Output:
     if len(outputs) == 1:
         return outputs[0]
-    last = outputs[-1]
     return msgspec.structs.replace(
-        last,
+        outputs[-1],
         token_ids=[token for output in outputs for token in output.token_ids],
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         spans=[span for output in outputs for span in output.spans],

@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import logging
 import os
+import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
@@ -24,6 +26,8 @@ JSON_FILES = frozenset(
     {"tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 )
 FILES = VOCABULARIES | JSON_FILES | {"merges.txt", "chat_template.jinja"}
+MAX_CHARACTER_BYTES = 4
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 # Template variables that a client may not set, beside the arguments of transformers' apply_chat_template.
 NOT_VARIABLES = frozenset({"messages", "functions"})
 
@@ -36,16 +40,35 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder: encode, decode, chat template."""
+    """The tokenizer of a Hugging Face folder: encode, decode, chat template.
+
+    num_ids: ``decode`` leaves out this id and higher ones.
+    byte_tokens: the byte of each token that stands for one where the vocabulary has no text (SentencePiece: <0xE2>).
+    context: the text of a token depends on so many tokens before it. One shows that the text does not begin with this
+    token. More are needed where the bytes of a character may be spread over several tokens.
+    """
 
     def __init__(self, model_path: str):
         self._hf = _load(model_path)
         backend = getattr(self._hf, "backend_tokenizer", None)
-        self._decode = backend.decode if backend is not None else self._hf.decode
-        self._alphabet = _byte_alphabet() if "ByteLevel" in str(getattr(backend, "decoder", "")) else None
+        decoder, vocab = str(getattr(backend, "decoder", "")), self._hf.get_vocab()
+        if backend is not None:
+            self._decode = backend.decode
+            special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+            self.num_ids = max(vocab.values(), default=-1) + 1
+            unknown = set(range(self.num_ids)) - set(vocab.values())
+        else:
+            self._decode = partial(self._hf.decode, clean_up_tokenization_spaces=False)  # it changes earlier text
+            special, unknown = set(self._hf.all_special_ids), set()
+            self.num_ids = sys.maxsize  # such a tokenizer does not tell which ids are unknown
+        self._without_text = {True: frozenset(unknown | special), False: frozenset(unknown)}
+        has_bytes = backend is None or "ByteFallback" in decoder
+        self.byte_tokens = {vocab[p]: int(p[3:5], 16) for p in vocab if has_bytes and BYTE_TOKEN.fullmatch(p)}
+        self.context = 1 if backend is not None and "ByteLevel" not in decoder else MAX_CHARACTER_BYTES
+        self._alphabet = _byte_alphabet() if "ByteLevel" in decoder else None
         # One thread only: two encodings at once would share settings inside the tokenizer.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
+        self.longest_token = max(map(len, vocab), default=1)
         self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
         self.token_text = cache(self._token_text)
         self.token_bytes = cache(self._token_bytes)
@@ -61,6 +84,11 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def ids_without_text(self, skip_special_tokens: bool) -> frozenset[int]:
+        """Return the ids below ``num_ids`` that ``decode`` leaves out: unknown ones, and special tokens if they are
+        skipped."""
+        return self._without_text[skip_special_tokens]
 
     async def chat_text(
         self,
@@ -102,6 +130,8 @@ class Tokenizer:
 
     def _token_bytes(self, token_id: int) -> tuple[int, ...]:
         """Return the UTF-8 bytes of one token, which may be a part of a character."""
+        if token_id in self.byte_tokens:
+            return (self.byte_tokens[token_id],)
         piece = self._hf.convert_ids_to_tokens(token_id) or ""
         if self._alphabet is not None and all(c in self._alphabet for c in piece):
             return tuple(self._alphabet[c] for c in piece)

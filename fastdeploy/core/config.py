@@ -16,6 +16,7 @@ from fastdeploy.core.shared_files import SHARED_MEMORY
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 STANDBY_POLICIES = ("auto", "on", "off")
+MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
@@ -59,6 +60,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         standby_weights: keep a second copy of the weights, which makes updates fast: auto = where memory allows.
         lost_commit: an earlier engine of this server had newer weights.
 
+    Restarts
+        short_lives: times in a row that the engine of this server has ended, without a minute of service between.
+
     Adapters
         adapter_memory_mb: MiB of packed adapters in memory; adapters beyond that are read again when they are named.
         adapter_root: folder in which unknown adapter names are looked up; "" = nowhere.
@@ -84,6 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     heartbeat_s: float = 1.0
     runner_process: bool = False
     lost_commit: bool = False
+    short_lives: int = 0
     model_roots: tuple[str, ...] = ()
     upload_dir: str = ""
     spill_dir: str = ""
@@ -111,7 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         policy = self.standby_weights
         _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
-        require_positive_numbers(self, but=("max_retained",))
+        require_positive_numbers(self, but=("max_retained", "short_lives"))
         _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self
 
@@ -152,6 +157,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         logprobs_mode: mode of a request that names none.
         max_reply_logprobs: log probabilities that one request may ask for.
         vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause call of that dialect that names no mode.
+        dialect_hold_ttl_s: seconds after which the hold of such a pause ends by itself. These routes have no field for
+            it, so nobody would release the hold of a trainer that died.
 
     Access
         trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
@@ -185,6 +192,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vllm_pause_mode: str = "abort"
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
+    dialect_hold_ttl_s: float = 600.0
     trust_request_chat_template: bool = False
     model_roots: tuple[str, ...] = ()
     control_port: int | None = None
@@ -205,6 +213,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
         require_positive_numbers(self, but=("port", "control_port"))
+        ttl_s = self.dialect_hold_ttl_s
+        _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 MAX_MESSAGE_CHARS = 800
@@ -20,6 +21,13 @@ def shortened(text: str, limit: int) -> str:
         head = limit * 2 // 3
         text = text[:head] + mark + text[len(text) - (limit - head - len(mark)) :]
     return text.encode("utf-8", "replace").decode()
+
+
+def shown(value: Any) -> str:
+    """Return a value from a client or a file for a message. Of a long or deeply nested one, parts are left out."""
+    short = reprlib.Repr()
+    short.maxstring = 200
+    return short.repr(value)
 
 
 class FastDeployError(Exception):
@@ -64,6 +72,18 @@ class InvalidField(RequestError, code="invalid_field", status=400):
         self.field: str = self.detail["param"]
 
 
+class ContextLengthExceeded(InvalidField, code="context_length_exceeded", status=400):
+    """A request does not fit the model's context. Clients find this error by its code, or by the first words of the
+    message: keep both. asked: the size that was asked for."""
+
+    def __init__(self, field: str, max_model_len: int, asked: str):
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} ({field})."
+        )
+        RequestError.__init__(self, message, param=field)
+        self.field = self.detail["param"]
+
+
 class InvalidKey(RequestError, code="invalid_api_key", status=401):
     """The request carries no key, or a wrong one."""
 
@@ -78,6 +98,10 @@ class RouteNotFound(RequestError, code="not_found", status=404):
 
 class ModelNotFound(RequestError, code="model_not_found", status=404):
     """The model that the request names is not served here."""
+
+
+class AdapterFolderNotFound(ModelNotFound, code="adapter_folder_not_found", status=404):
+    """The folder that a load names is not there, or has no adapter in it yet. prime-rl tries again after a 404."""
 
 
 class AdapterLoaded(RequestError, code="adapter_loaded", status=400):
@@ -130,6 +154,10 @@ class ControlError(FastDeployError, code="control_error", status=400):
 
 class PauseInterrupted(ControlError, code="pause_interrupted", status=409):
     """A resume released the hold while the engine was draining."""
+
+
+class PauseBlocked(ControlError, code="pause_blocked", status=409):
+    """A pause of one adapter waits for requests that holds of the whole engine freeze: detail["held_by"]."""
 
 
 class PauseTimeout(ControlError, code="pause_timeout", status=504):

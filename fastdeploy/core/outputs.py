@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+# Stop reasons of aborts: two that a request asks for, and one for a request that has no replica with its adapter.
+DEADLINE, QUEUE_TIMEOUT, ADAPTER_UNLOADED = "deadline", "queue_timeout", "adapter_unloaded"
+
 
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled by weights (version, weight_epoch), with the adapter of this name and

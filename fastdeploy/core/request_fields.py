@@ -58,6 +58,16 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 NAMES = RequestFields.__struct_fields__
+MAX_REQUEST_ID_CHARS = 512
+PART = "\u241f"  # "␟", the symbol for a unit separator: in ids that are made of a client's id, and in no id of a client
+REQUEST_ID = f"^[^{PART}]*$"  # a regular expression for ids of clients
+
+
+def part_id(request_id: str, part: int | str) -> str:
+    """Return the id of a part of a client's request for the engine. No client can have a request of this name."""
+    return f"{request_id}{PART}{part}"
+
+
 # Fields that change no token of the answer, only when the answer comes or ends.
 TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s", "session", "stale_ok"})
 
@@ -68,9 +78,10 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     The answer is one Output with ``finish_reason`` per choice, or one Rejected for all.
 
     request_id: the id in all messages, which the engine never changes. The client knows it if ``group`` is empty.
+        Otherwise it is that of a part, see part_id.
     arrival: time.time() at the API server; 0 = the engine's own time.
-    group: the id that the client knows, if one HTTP request with several prompts became several AddRequest. Aborting a
-        group aborts all of its members. "" = the request_id.
+    group: the id that the client knows, if one HTTP request became several AddRequest: one for each prompt, or one for
+        each choice that goes on at another replica. Aborting a group aborts all of its members. "" = the request_id.
     fingerprint: of the HTTP body, if retain_s is set.
     session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request
         takes its place in the queue by this time. 0 = by its own arrival at the engine.

@@ -65,10 +65,12 @@ class Staging(Protocol):
 
 
 class AdapterInfo(NamedTuple):
-    """Facts about a staged adapter. rank: the largest of its modules. nbytes: in memory, packed."""
+    """Facts about a staged adapter. rank: the largest of its modules. nbytes: in memory, packed. fingerprint: over all
+    that the adapter computes with: its tensors in the serving dtype, and the rank and scaling of each module."""
 
     rank: int
     nbytes: int
+    fingerprint: str
 
 
 class AdapterStaging(Protocol):
@@ -141,6 +143,11 @@ class Runner(Protocol):
         """Make the standby copy, if there is memory for it, or bring it up to the weights that serve, so that the next
         delta needs to write only what it changes. Runs beside steps, like a Staging, and not at the same time as one,
         though ``begin_update`` may be called meanwhile. Raises OutOfSpace."""
+
+    def check_adapter(self, config: bytes) -> None:
+        """Check the content of an adapter_config.json, on any thread and beside other checks. May take seconds for
+        hostile regular expressions; after that a repeated check and a read of the same content take none. Raises
+        WeightUpdateRefused, which names the field."""
 
     def begin_adapter(self) -> AdapterStaging:
         """Begin to stage an adapter, on any thread. Works in every state of the weights."""

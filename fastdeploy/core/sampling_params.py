@@ -14,6 +14,7 @@ MAX_PROMPT_LOGPROBS = 100  # TRL asks for so many
 MAX_PROMPT_LOGPROB_ENTRIES = 2**19
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
+NO_SEED = -1  # of clients, as in vLLM: a seed is chosen for them
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 MAX_VERSION_CHARS = 256
 MAX_TENSORS = 32_768  # of one update
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of a PEFT folder
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
@@ -48,6 +49,12 @@ class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
 
 WholeSource = FolderSource | FileSource | SharedMemorySource
 Source = WholeSource | StreamSource
+
+
+def may_hang(source: object) -> bool:
+    """Return whether a read of ``source`` may never end. A folder may lie on another host, which may be gone. All else
+    is in memory, or in a file that the API server of this host has written."""
+    return isinstance(source, FolderSource)
 
 
 class PartFormat(msgspec.Struct, frozen=True, omit_defaults=True):

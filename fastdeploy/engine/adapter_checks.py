@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
+from fastdeploy.core.errors import AdapterLoaded, InvalidField, ModelNotFound, VersionConflict
 from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_loads import Adapter
 from fastdeploy.engine.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 
 class AdapterChecks:
-    """The rules of one engine. is_copy: whether a path is that of a copy that another engine keeps."""
+    """The rules of one engine. is_copy: whether a path is that of a copy that another engine keeps. Only a load that
+    names the fingerprint may read one, as a fleet does when a replica joins. No route names it, so a client reaches
+    nothing outside of --model-root."""
 
     def __init__(self, config: EngineConfig, policy: SourcePolicy, is_copy: Callable[[str], bool]):
         self._config, self._policy, self._is_copy = config, policy, is_copy
@@ -30,13 +35,36 @@ class AdapterChecks:
         check_seconds("timeout_s", timeout_s)
         if (args.config is None) != isinstance(args.source, FolderSource):
             raise InvalidField("config", "expected the content of adapter_config.json, and only without a folder")
-        if not (isinstance(args.source, FolderSource) and self._is_copy(args.source.path)):
+        folder = args.source.path if isinstance(args.source, FolderSource) else None
+        if not args.lookup and (args.fingerprint is None or folder is None or not self._is_copy(folder)):
             self._policy.check(args.source, "lora_path")
         return timeout_s
 
+    def check_replace(self, args: LoadAdapterArgs, known: Adapter | None) -> None:
+        """Raise AdapterLoaded if the load must not replace ``known``. A load of the same folder again may always
+        replace: TRL's trainers name their policies by number, and write them below their output folder. So a trainer
+        that was restarted loads its names anew, and another trainer with the same names is refused."""
+        if known is None or args.replace:
+            return
+        if not (isinstance(args.source, FolderSource) and args.path and _same_path(args.path, known.path)):
+            name, before = args.lora_name, f"from {known.path!r}" if known.path else "without a folder"
+            why = f"adapter {name!r} is loaded already, {before}; unload it, or call /v1/reset if this is a new run"
+            raise AdapterLoaded(f"lora_name: {why}", param="lora_name")
+
+    def with_source(self, args: LoadAdapterArgs) -> LoadAdapterArgs:
+        """Return ``args`` with the source of a lookup in it. A load that names the fingerprint, as in a join, is a
+        lookup if its source is the folder of one. Raises ModelNotFound as ``path_in_root`` does."""
+        own = FolderSource(os.path.join(self._config.adapter_root, args.lora_name))
+        if not args.lookup and (args.fingerprint is None or args.source != own):
+            return args
+        path = self.path_in_root(args.lora_name)
+        return replace(args, source=FolderSource(path), path=path, config=None, lookup=True)
+
     def path_in_root(self, name: str) -> str:
-        """Return the folder in which an unknown name is looked up. Raises ModelNotFound for a name that cannot be one.
-        A link that leads out of the root is refused when the folder is opened."""
+        """Return the folder in which an unknown name is looked up. Raises ModelNotFound without an adapter root, and
+        for a name that cannot be one. A link that leads out of the root is refused when the folder is opened."""
+        if not self._config.adapter_root:
+            raise not_found(name)
         path = os.path.join(self._config.adapter_root, name)
         try:
             self._check_name(name)
@@ -55,6 +83,11 @@ class AdapterChecks:
             raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
 
 
+def _same_path(one: str, other: str) -> bool:
+    """Return whether two spellings mean one path. The file system is not read."""
+    return bool(one and other) and os.path.normpath(one) == os.path.normpath(other)
+
+
 def check_adapter_epoch(adapter_epoch: int | None, serves: int) -> None:
     """Raise an error unless ``adapter_epoch`` is None, or above that of the adapter that has the name (0 = none)."""
     if adapter_epoch is not None and adapter_epoch > MAX_EPOCH:
@@ -64,6 +97,6 @@ def check_adapter_epoch(adapter_epoch: int | None, serves: int) -> None:
         raise VersionConflict(why, adapter_epoch=serves)
 
 
-def not_found(name: str, field: str = "model") -> ModelNotFound:
-    """Return the error for an unknown name, in the field of this name."""
-    return ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
+def not_found(name: str, field: str = "model", more: str = "") -> ModelNotFound:
+    """Return the error for an unknown name, in the field of this name. more: to say about it."""
+    return ModelNotFound(f"{field}: there is no adapter {name!r}{more}", param=field)

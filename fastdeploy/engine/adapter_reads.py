@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,13 +45,14 @@ class AdapterReads:
         self._evicted = StagingThread(wake, clock)
         self.threads = (self._loaded, self._evicted)
 
-    def read(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> None:
-        """Read and pack the copy of a load. ``done`` gets the result, and must commit or discard it."""
-        self._loaded.submit(self._job(number, owner, timeout_s, done))
+    def read(self, number: int, owner: object, timeout_s: float, deadline: float, done: ReadDone) -> None:
+        """Read and pack the copy of a load. ``done`` gets the result, and must commit or discard it. deadline: of the
+        load, which began ``timeout_s`` before."""
+        self._loaded.submit(self._job(number, owner, timeout_s, done, deadline))
 
-    def _job(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> Job:
+    def _job(self, number: int, owner: object, timeout_s: float, done: ReadDone, deadline: float = math.inf) -> Job:
         work = functools.partial(_read, self._runner.begin_adapter(), self._store.path(number))
-        return Job(owner, work, done, timeout_s, reads=False, discard=self.discard)
+        return Job(owner, work, done, timeout_s, reads=False, discard=self.discard, deadline=deadline)
 
     def discard(self, packed: Packed) -> None:
         """Free an adapter that was packed, but is not wanted."""

@@ -19,13 +19,25 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import FastDeployError, ModelNotFound, OutOfSpace, WeightUpdateRefused
+from fastdeploy.core.errors import (
+    AdapterFolderNotFound,
+    FastDeployError,
+    ModelNotFound,
+    OutOfSpace,
+    WeightUpdateRefused,
+)
 from fastdeploy.core.runner import nothing
 from fastdeploy.core.safe_files import Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
-from fastdeploy.core.weight_source import FileSource, FolderSource, WholeSource
+from fastdeploy.core.weight_source import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    FileSource,
+    FolderSource,
+    WholeSource,
+)
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 PREFIX = "fastdeploy-adapters-"
 MAX_CONFIG_BYTES = 1 << 20
 PIECE = 1 << 26  # bytes that one system call copies
@@ -33,18 +45,19 @@ PIECE = 1 << 26  # bytes that one system call copies
 
 class AdapterStore:
     """A folder with one folder for each load, named by the number of the load. folder: where the store is made; "" =
-    the temporary folder. max_bytes: limit of one file of tensors.
+    the temporary folder. max_bytes: limit of one file of tensors. check: called with the content of each
+    adapter_config.json before its tensors are copied, so that a refusal costs no copy.
 
-    An engine may copy from the stores of other engines of this user, see ``is_copy``: so a replica that joins a fleet
-    gets an adapter whose source is gone.
+    A replica that joins a fleet gets an adapter from the stores of other engines of this user, see ``is_copy``.
 
     The store is made when the first adapter is copied. The store holds a lock on its folder, which ends with the
     process. Folders of dead engines are removed then.
     """
 
-    def __init__(self, folder: str, max_bytes: int):
+    def __init__(self, folder: str, max_bytes: int, check: Callable[[bytes], object]):
         self._parent = folder or tempfile.gettempdir()
         self._max_bytes = max_bytes
+        self._check = check
         self._root: str | None = None
         self._remove_root: Callable[[], object] = nothing
         self._making = threading.Lock()
@@ -61,10 +74,17 @@ class AdapterStore:
         parent, name = os.path.split(root)
         return parent == os.path.abspath(self._parent) and name.startswith(PREFIX) and number.isdecimal()
 
-    def copy(self, number: int, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
+    def copy(
+        self,
+        number: int,
+        source: WholeSource,
+        config: dict[str, Any] | None,
+        roots: Sequence[str],
+        takes_copies: bool = False,
+    ) -> None:
         """Copy an adapter. config: content of adapter_config.json, for a source that is not a folder. roots: a folder
-        must lie below one of these. Raises ModelNotFound if there is no folder with an adapter, WeightUpdateRefused or
-        OutOfSpace, and leaves nothing then."""
+        must lie below one of these. takes_copies: it may also be the copy that another engine of this user keeps.
+        Raises AdapterFolderNotFound, WeightUpdateRefused or OutOfSpace, and leaves nothing then."""
         try:
             self._make_root()
             path = self.path(number)
@@ -72,10 +92,17 @@ class AdapterStore:
         except OSError as error:
             raise _no_room(self._parent, error) from error
         try:
+            if takes_copies and isinstance(source, FolderSource) and self.is_copy(source.path):
+                roots = (_own(os.path.dirname(source.path)),)
             self._fill(path, source, config, roots)
         except BaseException:
             self.remove(number)
             raise
+
+    def look(self, path: str, roots: Sequence[str]) -> None:
+        """Raise the error of :meth:`copy` for a folder that cannot be opened."""
+        with contextlib.closing(_opened(path, roots)):
+            return
 
     def remove(self, number: int) -> None:
         """Remove the copy of a load, if there is one."""
@@ -99,28 +126,28 @@ class AdapterStore:
 
     def _fill(self, path: str, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         if isinstance(source, FolderSource):
-            if self.is_copy(source.path):
-                roots = (_own(os.path.dirname(source.path)),)
             with _opened(source.path, roots) as folder:
-                self._write(path, CONFIG, _read_config(folder))
-                with _naming(TENSORS):
-                    if not folder.has(TENSORS):
-                        raise _refused(TENSORS, "is missing (pickled tensors are never read)")
-                    fd = folder.open(TENSORS)
+                self._write_config(path, _read_config(folder))
+                with _naming(ADAPTER_TENSORS):
+                    if folder.has(PICKLED) and not folder.has(ADAPTER_TENSORS):
+                        raise _refused(ADAPTER_TENSORS, "is missing (pickled tensors are never read)")
+                    _require(folder, ADAPTER_TENSORS)
+                    fd = folder.open(ADAPTER_TENSORS)
                 self._copy_tensors(path, fd, 0)
             return
         data = msgspec.json.encode(config)
         if len(data) > MAX_CONFIG_BYTES:
-            raise _refused(CONFIG, f"has {len(data)} bytes, expected at most {MAX_CONFIG_BYTES}")
-        self._write(path, CONFIG, data)
+            raise _refused(ADAPTER_CONFIG, f"has {len(data)} bytes, expected at most {MAX_CONFIG_BYTES}")
+        self._write_config(path, data)
         file, nbytes = (source.path, 0) if isinstance(source, FileSource) else (_segment(source.name), source.nbytes)
         with _naming(os.path.basename(file)):
             fd = open_regular(file)
         self._copy_tensors(path, fd, nbytes)
 
-    def _write(self, path: str, name: str, data: bytes) -> None:
+    def _write_config(self, path: str, data: bytes) -> None:
+        self._check(data)
         try:
-            with new_file(os.path.join(path, name), 0o600) as file:
+            with new_file(os.path.join(path, ADAPTER_CONFIG), 0o600) as file:
                 write_all(file, data)
         except OSError as error:
             raise _no_room(self._parent, error) from error
@@ -130,22 +157,22 @@ class AdapterStore:
         try:
             size = os.fstat(source).st_size
             if nbytes > size:
-                raise _refused(TENSORS, f"is cut short: it has {size} bytes, expected {nbytes}")
+                raise _refused(ADAPTER_TENSORS, f"is cut short: it has {size} bytes, expected {nbytes}")
             size = nbytes or size
             if size > self._max_bytes:
                 limit = f"more than the {self._max_bytes} bytes of --adapter-memory-mb"
-                raise _refused(TENSORS, f"has {size} bytes, {limit}")
-            with new_file(os.path.join(path, TENSORS), 0o600) as target:
+                raise _refused(ADAPTER_TENSORS, f"has {size} bytes, {limit}")
+            with new_file(os.path.join(path, ADAPTER_TENSORS), 0o600) as target:
                 done = 0
                 while done < size:
                     piece = os.sendfile(target.fileno(), source, done, min(size - done, PIECE))
                     if piece == 0:
-                        raise _refused(TENSORS, f"is cut short: it ended after {done} of {size} bytes")
+                        raise _refused(ADAPTER_TENSORS, f"is cut short: it ended after {done} of {size} bytes")
                     done += piece
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_room(self._parent, error) from error
-            raise _refused(TENSORS, f"cannot be copied: {error.strerror}") from error
+            raise _refused(ADAPTER_TENSORS, f"cannot be copied: {error.strerror}") from error
         finally:
             os.close(source)
 
@@ -171,17 +198,22 @@ def _opened(path: str, roots: Sequence[str]) -> Folder:
     try:
         return Folder(path, roots)
     except FileNotFoundError as error:
-        raise ModelNotFound(f"lora_path: there is no folder {path!r}", param="lora_path") from error
+        raise AdapterFolderNotFound(f"lora_path: there is no folder {path!r}", param="lora_path") from error
     except OSError as error:
         why = f"lora_path: {path!r} cannot be opened as a folder: {error.strerror}"
         raise WeightUpdateRefused(why, file=path, param="lora_path") from error
 
 
 def _read_config(folder: Folder) -> bytes:
-    with _naming(CONFIG):
-        if not folder.has(CONFIG):
-            raise ModelNotFound(f"lora_path: {folder.path!r} has no {CONFIG}", param="lora_path")
-        return folder.read(CONFIG, MAX_CONFIG_BYTES)
+    with _naming(ADAPTER_CONFIG):
+        _require(folder, ADAPTER_CONFIG)
+        return folder.read(ADAPTER_CONFIG, MAX_CONFIG_BYTES)
+
+
+def _require(folder: Folder, file: str) -> None:
+    """Raise AdapterFolderNotFound unless ``folder`` has the file."""
+    if not folder.has(file):
+        raise AdapterFolderNotFound(f"lora_path: {folder.path!r} has no {file}", param="lora_path")
 
 
 def _segment(name: str) -> str:

@@ -1,9 +1,9 @@
 """The adapters that requests can name: loaded, replaced and unloaded by name.
 
-A load is two jobs. The first copies the adapter into the engine's store, from a folder, an upload or shared memory. The
-second reads the copy, and checks and packs the tensors. Then, between two steps, the runner takes the packed adapter,
-and the name means the new adapter. A refused adapter changes nothing. A prepared load waits before this last part for
-another call.
+A load is two jobs. The first checks the adapter's config, and copies the adapter into the engine's store, from a
+folder, an upload or shared memory. The second reads the copy, and checks and packs the tensors. Then, between two
+steps, the runner takes the packed adapter, and the name means the new adapter. A refused adapter changes nothing. A
+prepared load waits before this last part for another call.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from itertools import islice
 from typing import Any
 
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import (
-    AdapterLoaded,
-    FastDeployError,
-    UpdateInProgress,
-    WeightUpdateRefused,
-    WrongOrder,
-)
+from fastdeploy.core.errors import FastDeployError, UpdateInProgress, WrongOrder
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, may_hang
 from fastdeploy.engine.adapter_checks import AdapterChecks, check_adapter_epoch, not_found
-from fastdeploy.engine.adapter_loads import Adapter, Load
+from fastdeploy.engine.adapter_loads import Adapter, Load, problem_of
+from fastdeploy.engine.adapter_lookups import AdapterLookups, explained
 from fastdeploy.engine.adapter_reads import AdapterReads, Packed
 from fastdeploy.engine.adapter_store import AdapterStore
 from fastdeploy.engine.delivery import Answer
@@ -48,10 +43,11 @@ class AdapterRegistry:
     """All known adapters, by name.
 
     With an adapter root, a request may name an unknown adapter. The request is accepted for a model that has no weights
-    yet, and is refused when the lookup finds none.
+    yet, and is refused when the lookup finds none. In a fleet the gateway looks names up, on all replicas at once.
 
     clock: of the loop. wake: wakes the loop up. events: gets the commits. num_failed: loads that were refused or
-    failed."""
+    failed. past_epoch: the highest adapter_epoch of all adapters that were unloaded. A name that is loaded again begins
+    above it, so no name has a number twice."""
 
     def __init__(
         self,
@@ -70,12 +66,13 @@ class AdapterRegistry:
         self._lifecycle = lifecycle
         self._memory = lifecycle.scheduler.adapters
         self._clock = clock
-        self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
+        self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20, runner.check_adapter)
         self._checks = AdapterChecks(config, policy, self.store.is_copy)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
-        self._lookups = StagingThread(wake, clock, COPIES_AT_ONCE)
+        from_root = StagingThread(wake, clock, COPIES_AT_ONCE)
+        self.lookups = AdapterLookups(config, self._checks, self.store, from_root, clock)
         self.reads = AdapterReads(runner, lifecycle.scheduler, self.store, wake, clock, config.stage_timeout_s)
-        self._threads = (self._copies, self._lookups, *self.reads.threads)
+        self._threads = (self._copies, self.lookups.thread, *self.reads.threads)
         self._known: dict[str, Adapter] = {}
         self._looked_up: dict[str, ServedModel] = {}
         self._loads: dict[str, Load] = {}
@@ -84,6 +81,7 @@ class AdapterRegistry:
         self._num_names = 0
         self._first_expiry: float | None = None  # a prepared load ends then, or was ended before
         self.num_failed = 0
+        self.past_epoch = 0
 
     @property
     def busy(self) -> bool:
@@ -105,11 +103,10 @@ class AdapterRegistry:
     def find(self, name: str) -> ServedModel:
         """Return the adapter of this name, perhaps one that is being looked up. Raises ModelNotFound, or
         UpdateInProgress if no further lookup may start."""
-        if name in self._known or not self._config.adapter_root:
-            return self._find(name, "model").model
+        if (known := self._known.get(name)) is not None:
+            return known.model
         if name not in self._looked_up:
-            path = self._checks.path_in_root(name)
-            self._lookups.check_room()
+            path = self.lookups.begin(name)
             self._looked_up[name] = self._new_model(name)
             if name not in self._loads:
                 self._look_up(name, path)
@@ -119,27 +116,36 @@ class AdapterRegistry:
 
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
+        args = self._checks.with_source(args)
         timeout_s = self._checks.check_load(args)
         other = self._loads.get(args.lora_name)
-        if other is not None and not other.lookup:
+        if other is not None and not other.own:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
-        if not args.replace and args.lora_name in self._known:
-            raise AdapterLoaded(f"lora_name: adapter {args.lora_name!r} is loaded already", param="lora_name")
-        if isinstance(args.source, FolderSource):
-            self._copies.check_room()
+        self._checks.check_replace(args, self._known.get(args.lora_name))
+        if may_hang(args.source):
+            (self.lookups.thread if args.lookup else self._copies).check_room()
         if other is not None:
             self._stop(other)  # a lookup; the requests that wait for it get this adapter
         self._begin(args, timeout_s, answer)
 
+    def stop_lookups(self) -> None:
+        """Look up no name of a request any more, since a gateway leads. What it has not begun is dropped."""
+        if self.lookups.for_requests:
+            self.lookups.for_requests = False
+            self.drop_loads("dropped: a gateway leads the engine now")
+
     def end_load(self, args: m.EndLoadArgs) -> dict[str, Any]:
-        """Commit or drop a prepared load. Raises WrongOrder if there is none. After a VersionConflict or an
-        InvalidField the load is still prepared."""
+        """Commit or drop a prepared load. A commit raises WrongOrder if there is none: a reset drops it, for example.
+        After a VersionConflict or an InvalidField the load is still prepared."""
         load = self._loads.get(args.lora_name)
+        dropped = {"lora_name": args.lora_name, "status": "dropped"}
+        if load is None and not args.commit:
+            return dropped
         if load is None or load.packed is None:
             raise WrongOrder(f"lora_name: no load of adapter {args.lora_name!r} is prepared")
         if not args.commit:
             self._refuse(load, WrongOrder("the load was dropped"))
-            return {"lora_name": args.lora_name, "status": "dropped"}
+            return dropped
         known = self._known.get(args.lora_name)
         check_adapter_epoch(args.adapter_epoch, known.model.served.adapter_epoch if known is not None else 0)
         return self._commit(load, load.packed, args.adapter_epoch)
@@ -148,12 +154,17 @@ class AdapterRegistry:
         """Return the names of the prepared loads."""
         return [name for name, load in self._loads.items() if load.packed is not None]
 
+    def note_past_epoch(self, adapter_epoch: int) -> None:
+        """Give no number up to ``adapter_epoch`` to a name that is not known."""
+        self.past_epoch = max(self.past_epoch, adapter_epoch)
+
     def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
         """Remove a name at once. Its requests finish on the weights that they have. Raises ModelNotFound."""
         adapter = self._find(args.lora_name, "lora_name")
-        del self._known[args.lora_name]
-        self._give_up(args.lora_name, WrongOrder(f"lora_name: adapter {args.lora_name!r} was unloaded meanwhile"))
         model = adapter.model
+        del self._known[args.lora_name]
+        self.note_past_epoch(model.served.adapter_epoch)
+        self._give_up(args.lora_name, WrongOrder(f"lora_name: adapter {args.lora_name!r} was unloaded meanwhile"))
         self._unloaded[model] = None
         self._free_unused()
         return {
@@ -164,13 +175,24 @@ class AdapterRegistry:
             "requests_in_flight": len(model.requests),
         }
 
-    def copies(self) -> dict[str, str]:
-        """Return the folder of the engine's own copy of each known adapter."""
-        return {name: self.store.path(adapter.model.served.adapter) for name, adapter in self._known.items()}
+    def unload_all(self) -> list[str]:
+        """Remove all names, also those that were looked up: their folders may have changed, and a request that names
+        one has it looked up again. Return the names."""
+        names = list(self._known)
+        for name in names:
+            self.unload(m.UnloadAdapterArgs(name))
+        return names
+
+    def export(self, args: m.ExportAdapterArgs) -> dict[str, Any]:
+        """Return where the engine's own copy of an adapter is. Raises ModelNotFound."""
+        adapter = self._find(args.lora_name, "lora_name")
+        path = self.store.path(adapter.model.served.adapter)
+        return {**adapter.model.scope.weights_label(), "fingerprint": adapter.fingerprint, "path": path}
 
     def describe(self, limit: int | None = None) -> dict[str, Any]:
         """Return a description of every known adapter, or of the first ``limit`` ones."""
-        return {"adapters": [self._describe(adapter) for adapter in islice(self._known.values(), limit)]}
+        adapters = islice(self._known.values(), limit)
+        return {"adapters": [adapter.describe(self._memory.has(adapter.model)) for adapter in adapters]}
 
     def drop_loads(self, why: str) -> list[str]:
         """End all loads in progress. Return their names."""
@@ -215,20 +237,21 @@ class AdapterRegistry:
 
     def _begin(self, args: m.LoadAdapterArgs, timeout_s: float, answer: Answer | None) -> None:
         self._num_loads += 1
-        load = Load(args, self._num_loads, timeout_s, answer, self._clock(), lookup=answer is None)
+        load = Load(args, self._num_loads, timeout_s, answer, self._clock(), own=answer is None)
         self._loads[args.lora_name] = load
         work, done = functools.partial(self._copy, load), functools.partial(self._copied, load)
-        thread = self._lookups if load.lookup else self._copies
-        thread.submit(Job(load, work, done, timeout_s, reads=isinstance(args.source, FolderSource)))
+        thread = self.lookups.thread if args.lookup else self._copies
+        thread.submit(Job(load, work, done, timeout_s, reads=may_hang(args.source), deadline=load.deadline))
 
     def _look_up(self, name: str, path: str) -> None:
-        args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
+        args = m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True)
         self._begin(args, self._config.stage_timeout_s, None)
 
     def _copy(self, load: Load) -> None:
         """Copy the source, on a staging thread. A copy that came back too late is removed."""
-        roots = (self._config.adapter_root,) if load.lookup else self._config.model_roots
-        self.store.copy(load.number, load.args.source, load.args.config, roots)
+        roots = (self._config.adapter_root,) if load.args.lookup else self._config.model_roots
+        args = load.args
+        self.store.copy(load.number, args.source, args.config, roots, args.fingerprint is not None)
         if load.given_up:
             self.store.remove(load.number)
 
@@ -239,7 +262,8 @@ class AdapterRegistry:
         if error is not None:
             self._refuse(load, error)
             return
-        self.reads.read(load.number, load, load.timeout_s, functools.partial(self._packed, load))
+        done = functools.partial(self._packed, load)
+        self.reads.read(load.number, load, load.timeout_s, load.deadline, done)
 
     def _packed(self, load: Load, packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
         load.read_s = seconds
@@ -248,14 +272,10 @@ class AdapterRegistry:
         if error is not None or packed is None:
             self._refuse(load, error or WrongOrder("no result"))
             return
-        nbytes, budget = packed[0].nbytes, self._memory.budget
         waiting = sum(other.packed[0].nbytes for other in self._loads.values() if other.packed is not None)
-        if nbytes > budget or (load.args.prepare and nbytes + waiting > budget):
+        if (problem := problem_of(load.args, packed[0], waiting, self._memory.budget)) is not None:
             self.reads.discard(packed)
-            prepared = f" with the {waiting} bytes of other prepared loads" if waiting else ""
-            limit = f"more than the {budget} bytes of --adapter-memory-mb"
-            why = f"lora_name: {nbytes} bytes in memory{prepared} are {limit}"
-            self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
+            self._refuse(load, problem)
         elif load.args.prepare:
             load.prepared(packed, self._clock())
             self._first_expiry = self._find_first_expiry()
@@ -263,6 +283,11 @@ class AdapterRegistry:
             answer, report = load.answer, self._commit(load, packed)
             if answer is not None:
                 answer(report, None)
+
+    def _next_epoch(self, name: str) -> int:
+        """Return the number of the next load of a name."""
+        known = self._known.get(name)
+        return (self.past_epoch if known is None else known.model.served.adapter_epoch) + 1
 
     def _find_first_expiry(self) -> float | None:
         return min((load.expires_at for load in self._loads.values() if load.packed is not None), default=None)
@@ -277,6 +302,7 @@ class AdapterRegistry:
     def _commit(self, load: Load, packed: Packed, adapter_epoch: int | None = None) -> dict[str, Any]:
         """Make the name mean the new adapter. Return the report. adapter_epoch: None = the next one."""
         args, info, began = load.args, packed[0], self._clock()
+        epoch = self._next_epoch(args.lora_name) if adapter_epoch is None else adapter_epoch
         del self._loads[args.lora_name]
         adapter = self._known.get(args.lora_name)
         replaced = adapter is not None
@@ -288,10 +314,10 @@ class AdapterRegistry:
         in_flight = [request for request in model.requests if request.num_computed]
         recompute = args.kv == "recompute"
         to_recompute = sum(request.num_computed for request in in_flight) if recompute else 0
-        epoch = before.adapter_epoch + 1 if adapter_epoch is None else adapter_epoch
         version = args.version if args.version is not None else str(epoch)
         model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
+        adapter.fingerprint = info.fingerprint
         self._lifecycle.metrics.commits.labels("adapter", args.kv).inc()
         if self._events.watched:
             fields = {"version": version, "weight_epoch": before.weight_epoch, "adapter_epoch": epoch, "kv": args.kv}
@@ -304,19 +330,15 @@ class AdapterRegistry:
             "status": "loaded",
             **model.scope.weights_label(),
             "lora_int_id": adapter.int_id,
+            "fingerprint": info.fingerprint,
             "rank": info.rank,
             "nbytes": info.nbytes,
             "replaced": replaced,
             "kv": args.kv,
             "requests_in_flight": len(in_flight),
             "tokens_to_recompute": to_recompute,
-            "timings_ms": self._timings(load, began),
+            "timings_ms": load.timings_ms(began, self._clock()),
         }
-
-    def _timings(self, load: Load, began: float) -> dict[str, float]:
-        now = self._clock()
-        seconds = {"copy": load.copy_s, "read": load.read_s, "commit": now - began, "total": now - load.started_at}
-        return {name: round(value * 1000, 3) for name, value in seconds.items()}
 
     def _new_model(self, name: str) -> ServedModel:
         weight_epoch = self._scopes.base.served.weight_epoch
@@ -326,6 +348,8 @@ class AdapterRegistry:
         """End a load without an adapter. Requests that wait for the name are refused, unless the adapter root may have
         the adapter."""
         name = load.args.lora_name
+        if load.args.lookup:
+            error = explained(error, name)
         del self._loads[name]
         self._stop(load)
         if load.answer is not None:
@@ -333,12 +357,11 @@ class AdapterRegistry:
             load.answer({}, error)
         if (model := self._looked_up.get(name)) is None:
             return
-        if not load.lookup and model.requests:
+        if not load.own and model.requests and self.lookups.for_requests:
             self._look_up(name, self._checks.path_in_root(name))
             return
         del self._looked_up[name]
-        is_there = error.detail.get("param") != "lora_path"
-        self._lifecycle.refuse(model, error if is_there else not_found(name))
+        self._lifecycle.refuse(model, error)
         self._scopes.remove(model)
 
     def _give_up(self, name: str, error: FastDeployError) -> None:
@@ -363,20 +386,6 @@ class AdapterRegistry:
             self._memory.forget(model)
             self.reads.remove_copy(model.served.adapter)
             self._scopes.remove(model)
-
-    def _describe(self, adapter: Adapter) -> dict[str, Any]:
-        model = adapter.model
-        return {
-            "lora_name": adapter.name,
-            "lora_int_id": adapter.int_id,
-            "adapter_epoch": model.served.adapter_epoch,
-            "version": model.served.version,
-            "path": adapter.path,
-            "rank": adapter.rank,
-            "nbytes": model.nbytes,
-            "in_memory": self._memory.has(model),
-            "requests": len(model.requests),
-        }
 
     def check_integrity(self) -> None:
         """Check that every model of an adapter is known, was unloaded, or is being looked up."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import time
 
-from fastdeploy.core.errors import DuplicateRequest, FastDeployError, InvalidField, QueueFull, RequestsRejected
+from fastdeploy.core.errors import (
+    ContextLengthExceeded,
+    DuplicateRequest,
+    FastDeployError,
+    InvalidField,
+    QueueFull,
+    RequestsRejected,
+)
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
@@ -85,7 +92,7 @@ class AdmissionControl:
 
     def _check_queue(self, add: AddRequest, scope: Scope) -> None:
         if self._lifecycle.requests.id_is_in_use(add):
-            raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
+            raise DuplicateRequest(f"request_id {add.group or add.request_id!r} is in use already", param="request_id")
         add.check_fields()
         if self._lifecycle.scheduler.waiting.num_beside(scope) + add.n > self._max_waiting:
             message = f"at most {self._max_waiting} choices may wait (--max-waiting)"
@@ -96,7 +103,8 @@ class AdmissionControl:
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
-            raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
+            asked = f"a prompt of {len(prompt)} tokens, and room for at least 1 of output"
+            raise ContextLengthExceeded("prompt", limit, asked)
         check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise InvalidField("prompt", f"expected token ids from 0 to {vocab_size - 1}")

@@ -110,14 +110,14 @@ class CommonEngine:
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
         self.leadership = Leadership(clock, clients)
         self._fleet_report = FleetReport(
-            self.leadership, self.scheduler, self.scopes, self.weights, self.adapters, runner
+            self.leadership, self.scheduler, self.scopes, self.weights, self.adapters, runner, switch.committed
         )
         reader = StateReader(self.scheduler, self.kv, self.metrics, self.scopes, self.weights, self.adapters, runner)
         self.viewers = Viewers(self.events, reader, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
-        add_control_gauges(self.metrics, self.pause, self.weights, runner)
+        add_control_gauges(self.metrics, self.pause, self.weights, runner, config.short_lives)
         self._next_heartbeat = 0.0
         self._stopping = False
         self._was_busy = False
@@ -140,10 +140,12 @@ class CommonEngine:
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
             m.LoadAdapterArgs: self.adapters.load,
+            m.LookUpAdapterArgs: self.adapters.lookups.look,
             m.EndLoadArgs: lambda args, answer: self.adapters.end_load(args),
             m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
             m.AdaptersArgs: lambda args, answer: self.adapters.describe(),
-            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version, args.weight_epoch),
+            m.ExportAdapterArgs: lambda args, answer: self.adapters.export(args),
+            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version, args.weight_epoch, args.eos_token_ids),
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
@@ -340,6 +342,8 @@ class CommonEngine:
 
     def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
         self.leadership.lead(args, client)
+        self.adapters.stop_lookups()
+        self.adapters.note_past_epoch(args.past_adapter_epoch)
         return self._fleet_report.read()
 
     def _abort(self, args: m.AbortArgs, client: str) -> dict[str, Any]:
@@ -348,7 +352,7 @@ class CommonEngine:
     def _model_info(self) -> dict[str, Any]:
         config = self.config
         limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
-        limits["max_lora_rank"] = config.max_lora_rank
+        limits |= {"max_lora_rank": config.max_lora_rank, "has_adapter_root": bool(config.adapter_root)}
         model = self.info._replace(eos_token_ids=self.scheduler.eos_token_ids)._asdict()
         return {**model, **limits, **self.scopes.whole.weights_label()}
 
@@ -360,6 +364,7 @@ class CommonEngine:
         self.retention.forget_ended()  # the next run may use the same request ids
         sessions = self.weights.drop_session("dropped by a reset")
         loads = self.adapters.drop_loads("dropped by a reset")
+        unloaded = self.adapters.unload_all()  # the next run may use the same names
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
         self._switch.relabel(args.version)
@@ -368,6 +373,7 @@ class CommonEngine:
             "released": released,
             "sessions_aborted": sessions,
             "loads_aborted": loads,
+            "adapters_unloaded": unloaded,
             "still_held_by": self.scopes.holds(),
             **self.scopes.whole.weights_label(),
         }

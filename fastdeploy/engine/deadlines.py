@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
+from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.request import Group, Request
 
-DEADLINE, QUEUE_TIMEOUT = "deadline", "queue_timeout"
 MIN_PRUNE = 1024
 WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its first step for longer than max_queue_s"}
 

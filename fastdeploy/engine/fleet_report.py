@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.core.runner import Runner
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.leadership import Leadership
 from fastdeploy.engine.scopes import Scopes
@@ -13,7 +15,7 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class FleetReport:
-    """Reads the reply to FleetStateArgs, on the loop's thread."""
+    """Reads the reply to FleetStateArgs, on the loop's thread. committed: returns what the last commit has set."""
 
     def __init__(
         self,
@@ -23,9 +25,10 @@ class FleetReport:
         weights: WeightSessions,
         adapters: AdapterRegistry,
         runner: Runner,
+        committed: Callable[[], CommittedState],
     ):
         self._leadership, self._scheduler, self._scopes = leadership, scheduler, scopes
-        self._weights, self._adapters, self._runner = weights, adapters, runner
+        self._weights, self._adapters, self._runner, self._committed = weights, adapters, runner, committed
 
     def read(self) -> dict[str, Any]:
         """Return the reply, see messages.FleetStateArgs."""
@@ -34,13 +37,13 @@ class FleetReport:
             **self._leadership.describe(),
             "last_change": list(self._leadership.last_change),
             **self._scopes.whole.weights_label(),
-            "fingerprint": self._runner.fingerprint,
+            **self._committed()._asdict(),
             "phase": pause.phase.value,
             "is_paused": pause.is_paused,
             "rejecting_new_requests": pause.rejecting_new_requests,
             "holds": self._scopes.describe_holds(),
             **self._adapters.describe(),
-            "adapter_copies": self._adapters.copies(),
+            "past_adapter_epoch": self._adapters.past_epoch,
             "prepared_loads": self._adapters.prepared(),
             "asleep": sorted(self._runner.asleep),
             "session": self._weights.describe_session(),

@@ -49,7 +49,9 @@ def add_adapter_gauges(metrics: EngineMetrics, adapters: AdapterRegistry, memory
     metrics.add_series("adapter_requests", text, "lora_name", lambda: adapters.num_requests(MAX_SERIES))
 
 
-def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: WeightSessions, runner: Runner) -> None:
+def add_control_gauges(
+    metrics: EngineMetrics, pause: PauseState, weights: WeightSessions, runner: Runner, short_lives: int
+) -> None:
     add = metrics.add_gauge
     add("rejecting_new_requests", "1 while a pause hold stands", lambda: pause.rejecting_new_requests)
     add("is_paused", "1 while quiesced", lambda: pause.is_paused)
@@ -63,6 +65,8 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
     started = time.time()
     add("start_time_seconds", "Start of this engine, in seconds since 1970", lambda: started)
+    text = "Ends of the engine in a row, without a minute of service between them"
+    add("engine_short_lives", text, lambda: short_lives)
     text = "Memory of the standby copy, packed weights that do not serve"
     add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
     metrics.add_flags("asleep", "1 while memory of this tag is released", "tag", TAGS, lambda tag: tag in runner.asleep)

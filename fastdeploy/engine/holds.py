@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.scheduler.queue import Gate
 
@@ -106,6 +107,6 @@ class Hold:
 
 def expiry(ttl_s: float | None, now: float) -> float | None:
     """Return the end of a hold with this ttl, on the clock of ``now``. None: no ttl. Raises InvalidField."""
-    if ttl_s is not None and not 0.0 < ttl_s <= 31 * 86400.0:
+    if ttl_s is not None and not 0.0 < ttl_s <= MAX_TTL_S:
         raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {ttl_s!r}")
     return None if ttl_s is None else now + ttl_s

@@ -41,9 +41,11 @@ ACCESS: dict[type, Access] = {
     m.CommitUpdateArgs: Access.LEADER,
     m.AbortUpdateArgs: Access.LEADER,
     m.LoadAdapterArgs: Access.LEADER,
+    m.LookUpAdapterArgs: Access.LEADER,
     m.EndLoadArgs: Access.LEADER,
     m.UnloadAdapterArgs: Access.LEADER,
     m.AdaptersArgs: Access.ANYONE,
+    m.ExportAdapterArgs: Access.ANYONE,
     m.SetVersionArgs: Access.LEADER,
     m.ResetArgs: Access.LEADER,
     m.ResetCacheArgs: Access.LEADER,
@@ -134,3 +136,6 @@ def _check(args: m.LeadArgs) -> None:
     if not 1 <= args.term <= MAX_EPOCH:
         raise InvalidField("term", f"expected an integer from 1 to 2**53 - 1, got {args.term}")
     check_seconds("lease_s", args.lease_s)
+    if not 0 <= args.past_adapter_epoch <= MAX_EPOCH:
+        expected = f"expected an integer from 0 to 2**53 - 1, got {args.past_adapter_epoch}"
+        raise InvalidField("past_adapter_epoch", expected)

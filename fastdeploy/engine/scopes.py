@@ -8,15 +8,17 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import FastDeployError, InvalidField, PauseBlocked
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.adapter_checks import not_found
 from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.holds import Mode
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, RenewArgs, ResumeArgs
+from fastdeploy.scheduler.queue import Gate
 
 MAX_HOLDS = 1024  # of callers, on the whole engine, and as many on all adapters together
 
@@ -89,15 +91,29 @@ class Scopes:
     # ------------------------------------------------------------------ calls
 
     def pause(self, args: PauseArgs, answer: Answer) -> None:
-        """Pause one scope. See ``PauseState.pause``. Raises also InvalidField if too many holds stand."""
+        """Pause one scope. See ``PauseState.pause``. Raises also InvalidField if too many holds stand, and PauseBlocked
+        for a wait that cannot end."""
         pause = self.pause_of(args.scope)
         counted = [pause] if pause is self.whole_pause else self._held
         if args.hold_id not in pause.holds and sum(len(other.holds) for other in counted) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; release one, or name one that stands")
+        if pause is not self.whole_pause:
+            self._check_can_end(pause, args)
         pause.pause(args, answer)
         if pause is not self.whole_pause and pause not in self._held:
             self._held.append(pause)
         self._due = -math.inf
+
+    def _check_can_end(self, pause: PauseState, args: PauseArgs) -> None:
+        """Raise PauseBlocked for a new wait of an adapter with started requests that the whole engine freezes. Without
+        that, the call would be silent until its time-out, and its caller would not learn why."""
+        waits = args.mode.lower() == "wait" and pause.mode in (None, Mode.WAIT) and not pause.is_paused
+        if not waits or args.hold_id in pause.holds or self.whole_pause.gate is not Gate.CLOSED:
+            return
+        if not self._lifecycle.drained(pause.scope):
+            held_by = list(self.whole_pause.holds)
+            why = f"holds of the whole engine freeze its requests ({', '.join(map(repr, held_by))})"
+            raise PauseBlocked(f"mode: a wait of {pause.scope.id!r} cannot end: {why}", param="mode", held_by=held_by)
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
         """Release holds of one scope. See ``PauseState.resume``."""
@@ -120,11 +136,12 @@ class Scopes:
         return {**pause.status(), "scopes": scopes}
 
     def abort(self, args: AbortArgs, client: str | None = None) -> dict[str, Any]:
-        """End requests. See messages.AbortArgs. client: end requests of this connection only. Raises InvalidField, or
-        ModelNotFound as ``pause_of`` does."""
+        """End requests. See messages.AbortArgs. client: end requests of this connection only. Raises InvalidField."""
         if (args.request_ids is not None) + args.abort_all + (args.lora_name is not None) != 1:
             raise InvalidField("req_ids", "expected exactly one of a list of request ids, abort_all and lora_name")
-        return self._lifecycle.abort(args.request_ids, self.pause_of(adapter_scope(args.lora_name)).scope, client)
+        if (pause := self.find(adapter_scope(args.lora_name))) is None:
+            return {"aborted": [], "not_found": [args.lora_name]}
+        return self._lifecycle.abort(args.request_ids, pause.scope, client)
 
     def release_anonymous_holds(self) -> list[str]:
         """Release the anonymous holds of all scopes. Return their names."""

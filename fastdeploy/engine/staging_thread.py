@@ -7,6 +7,7 @@ its result is dropped if one comes, and the next job runs on a new thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ class Job:
     """``work`` runs on a thread. ``done(result, error, seconds)`` is called once, on the loop's thread. owner:
     ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
     files and may hang. discard: called with the result of an abandoned job, on the loop's thread, if one comes.
+    deadline: on the loop's clock; given if the time in the queue counts too. Otherwise it is set at the start.
 
     The result may be a second copy of the weights. So after ``done`` nothing may refer to the job, and an error must
     not refer to the stack frames of its exception.
@@ -37,7 +39,8 @@ class Job:
     timeout_s: float
     reads: bool
     discard: Callable[[Any], None] | None = None
-    deadline: float = 0.0  # on the loop's clock, set at the start
+    deadline: float = math.inf
+    started_at: float = 0.0  # on the loop's clock
     result: Any = None
     error: FastDeployError | None = None
     seconds: float = 0.0
@@ -68,6 +71,7 @@ class StagingThread:
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float], width: int = 1):
         self._wake, self._clock, self._width = wake, clock, width
         self._queue: deque[Job] = deque()
+        self._first_late = math.inf  # no waiting job is late before; may be that of a job which has left
         self._running: list[Job] = []  # in the order of their start
         self._left_behind: list[Job] = []
         self._closed = False
@@ -85,10 +89,12 @@ class StagingThread:
             raise UpdateInProgress(f"{number} reads of weights hang; try again when one of them has ended")
 
     def next_deadline(self) -> float | None:
-        return min((job.deadline for job in self._running), default=None)
+        due = min((job.deadline for job in self._running), default=math.inf)
+        return None if (first := min(due, self._first_late)) == math.inf else first
 
     def submit(self, job: Job) -> None:
         self._queue.append(job)
+        self._first_late = min(self._first_late, job.deadline)
         self._start_next()
 
     def give_up(self, owner: object, error: FastDeployError) -> None:
@@ -108,8 +114,6 @@ class StagingThread:
             if late.discard is not None and late.result is not None:
                 late.discard(late.result)
             del late
-        if not self._running:
-            return
         while (job := self._first_due()) is not None:
             if job.finished:
                 self._running.remove(job)
@@ -120,10 +124,22 @@ class StagingThread:
                 self._leave_behind(job, StagingTimeout(f"{why} and was abandoned"))
             del job
             self._start_next()
+        self._refuse_late()
 
     def _first_due(self) -> Job | None:
         now = self._clock()
         return next((job for job in self._running if job.finished or job.deadline <= now), None)
+
+    def _refuse_late(self) -> None:
+        """End the waiting jobs whose time is over."""
+        if (now := self._clock()) < self._first_late:
+            return
+        late = [job for job in self._queue if job.deadline <= now]
+        self._queue = deque(job for job in self._queue if job.deadline > now)
+        self._first_late = min((job.deadline for job in self._queue), default=math.inf)
+        for job in late:
+            why = f"the work on the weights waited for other work until its {job.timeout_s:g} s were over"
+            job.done(None, StagingTimeout(f"{why} (timeout_s, --stage-timeout-s)"), 0.0)
 
     def close(self, error: FastDeployError) -> None:
         """End every job with ``error``, also a running one, when the engine ends."""
@@ -136,9 +152,10 @@ class StagingThread:
     def _leave_behind(self, job: Job, error: FastDeployError) -> None:
         self._running.remove(job)
         self._left_behind.append(job)
-        job.done(None, error, self._clock() - (job.deadline - job.timeout_s))
+        job.done(None, error, self._clock() - job.started_at)
 
     def _start_next(self) -> None:
+        self._refuse_late()
         while len(self._running) < self._width and self._queue and not self._closed:
             job = self._queue.popleft()
             try:
@@ -147,7 +164,8 @@ class StagingThread:
             except UpdateInProgress as error:
                 job.done(None, error, 0.0)
                 continue
-            job.deadline = self._clock() + job.timeout_s
+            job.started_at = self._clock()
+            job.deadline = min(job.deadline, job.started_at + job.timeout_s)
             self._running.append(job)
             threading.Thread(target=self._run, args=(job,), name=THREAD_NAME, daemon=True).start()
 

@@ -29,7 +29,8 @@ MAX_STEPS_BEHIND = 512  # as many with a STEP, the largest kind, are dropped ear
 
 class TraceFile:
     """A sink of events that writes a trace. Nothing is overwritten: if ``path`` exists, the trace goes to the next free
-    one of NAME.2.json, NAME.3.json ..., so every start of an engine has a file of its own.
+    one of NAME.2.json, NAME.3.json ..., so every start of an engine has a file of its own. Only this user may read
+    the file, since it names the requests and adapters of all clients.
 
     max_bytes: the trace ends when the file is as large. on_drop: called for each event that is dropped because the disk
     is slow. Raises OSError if the file cannot be made. A later failure of the disk ends the trace, not the engine.
@@ -150,6 +151,6 @@ def _create(path: Path) -> IO[bytes]:
     while True:
         try:
             name = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
-            return open(name, "xb")
+            return open(name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
         except FileExistsError:
             number += 1

@@ -67,6 +67,7 @@ class WeightCommits:
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
         session.fingerprint, session.weight_epoch = fingerprint, weight_epoch
+        session.eos_token_ids = session.eos_token_ids if args.eos_token_ids is None else args.eos_token_ids
 
     def submit(
         self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool, prepare: bool = False
@@ -112,7 +113,8 @@ class WeightCommits:
     def _tell_prepared(self, session: Session) -> None:
         assert session.staged is not None
         session.renew(self._clock())
-        session.answer_commit({"session_id": session.id, "fingerprint": session.staged.fingerprint}, None)
+        result = {"session_id": session.id, "fingerprint": session.staged.fingerprint}
+        session.answer_commit({**result, "eos_token_ids": session.staged.eos_token_ids}, None)
 
     def _problem(self, session: Session, staged: Staged | None) -> FastDeployError | None:
         """Return why the weights may not serve: they are not those that the trainer named, or were made for other
@@ -129,6 +131,8 @@ class WeightCommits:
     def _swap(self, session: Session, staged: Staged) -> None:
         """Swap in the new weights with their label and ``weight_epoch``."""
         began = self._clock()
+        if session.eos_token_ids is not None:
+            staged = staged._replace(eos_token_ids=session.eos_token_ids)
         report = self._switch.commit(staged, session.version, session.kv, session.weight_epoch)
         session.staging = None
         session.advance(SessionEvent.SWAP)

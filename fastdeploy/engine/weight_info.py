@@ -7,27 +7,35 @@ import hashlib
 import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, UpdateInProgress, WrongOrder
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import Scope
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator.messages import ExportWeightsArgs, WeightInfoArgs
 
 
 class WeightInfo:
-    """Answers GET /v1/weights, and exports the weights. scope: the whole engine. thread: computes checksums and writes
-    exports. timeout_s: seconds for that. folders: for exports, the preferred one first."""
+    """Answers GET /v1/weights, and exports the weights. scope: the whole engine. committed: returns what the last
+    commit has set. thread: computes checksums and writes exports. timeout_s: seconds for that. folders: for exports,
+    the preferred one first."""
 
     def __init__(
-        self, runner: Runner, scope: Scope, thread: StagingThread, timeout_s: float, folders: Sequence[str] = ()
+        self,
+        runner: Runner,
+        scope: Scope,
+        committed: Callable[[], CommittedState],
+        thread: StagingThread,
+        timeout_s: float,
+        folders: Sequence[str] = (),
     ):
-        self._runner, self._scope, self._thread, self._timeout_s = runner, scope, thread, timeout_s
-        self._folders = folders
+        self._runner, self._scope, self._committed = runner, scope, committed
+        self._thread, self._timeout_s, self._folders = thread, timeout_s, folders
 
     def facts(self) -> dict[str, Any]:
         """Return what the maker of a delta must know of the weights that serve."""
@@ -37,7 +45,8 @@ class WeightInfo:
         """Answer at once. With ``args.checksums``, answer when the staging thread has computed them. session: a
         description of the open one."""
         label = self._scope.weights_label()
-        result = {**label, **self.facts(), "standby_nbytes": self._runner.standby_nbytes}
+        result = {**label, **self.facts(), **self._committed()._asdict()}
+        result["standby_nbytes"] = self._runner.standby_nbytes
         result |= {"session": session, "asleep": sorted(self._runner.asleep)}
         if not args.checksums:
             answer(result, None)
@@ -62,7 +71,7 @@ class WeightInfo:
             raise WrongOrder("there is nothing to export: the weights sleep, or are not complete")
         if args.timeout_s is not None and not 0 < args.timeout_s < math.inf:
             raise InvalidField("timeout_s", f"expected seconds above 0, got {args.timeout_s}")
-        label, facts = self._scope.weights_label(), self.facts()
+        committed = self._committed()
         paths = [os.path.join(folder, f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors") for folder in self._folders]
 
         def work() -> tuple[str, int]:
@@ -72,13 +81,14 @@ class WeightInfo:
             return paths[-1], self._runner.export(paths[-1])
 
         def done(written: tuple[str, int] | None, error: FastDeployError | None, seconds: float) -> None:
-            if written is not None and error is None and self._scope.weights_label() != label:
+            if written is not None and error is None and self._committed() != committed:
                 _remove(written)
                 error = UpdateInProgress("other weights were committed during the export: ask again")
             if error is not None or written is None:
                 answer({}, error)
             else:
-                answer({**label, "fingerprint": facts["fingerprint"], "path": written[0], "nbytes": written[1]}, None)
+                report = {**self._scope.weights_label(), **committed._asdict()}
+                answer({**report, "path": written[0], "nbytes": written[1]}, None)
 
         timeout_s = self._timeout_s if args.timeout_s is None else args.timeout_s
         self._thread.submit(Job(None, work, done, timeout_s, reads=False, discard=_remove))

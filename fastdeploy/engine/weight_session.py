@@ -50,7 +50,8 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
 class Session:
     """One update of weights. begin: the call that opened it. opened: the reply to it, without "session_id".
 
-    version, kv, fingerprint: of begin, until a later call replaces them. weight_epoch: that a commit has asked for.
+    version, kv, fingerprint: of begin, until a later call replaces them. weight_epoch, eos_token_ids: that a commit has
+    asked for.
     staging: None when the session has ended. staged: the weights of a session that is PREPARED or READY.
     owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
     being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
@@ -77,6 +78,7 @@ class Session:
     stage_s: float = 0.0
     ready_at: float = 0.0
     weight_epoch: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
     staged: Staged | None = None
     answer: Answer | None = None
     events: EventLog = field(default_factory=EventLog)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner, Staged
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.weight_checks import check_epoch, check_label
@@ -29,6 +30,12 @@ class WeightSwitch:
         self._lifecycle = lifecycle
         self._on_commit = on_commit
         self._events = events
+
+    def committed(self) -> CommittedState:
+        """Return all that the last commit has set, with the label of a later :meth:`relabel`."""
+        served = self._scopes.base.served
+        eos_token_ids = self._lifecycle.scheduler.eos_token_ids
+        return CommittedState(served.version, served.weight_epoch, self._runner.fingerprint, eos_token_ids)
 
     def commit(self, staged: Staged, version: str | None, kv: str, weight_epoch: int | None = None) -> dict[str, Any]:
         """Change weights, ``weight_epoch``, label, KV namespace and EOS ids at once. Return the report. weight_epoch:
@@ -56,7 +63,7 @@ class WeightSwitch:
         return {
             "status": "committed",
             **whole.weights_label(),
-            "fingerprint": staged.fingerprint,
+            **self.committed()._asdict(),
             "previous_version": before.version,
             "previous_weight_epoch": before.weight_epoch,
             "kv": kv,
@@ -64,14 +71,18 @@ class WeightSwitch:
             "tokens_to_recompute": to_recompute,
         }
 
-    def relabel(self, version: str | None, weight_epoch: int | None = None) -> dict[str, Any]:
+    def relabel(
+        self, version: str | None, weight_epoch: int | None = None, eos_token_ids: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
         """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes.
-        weight_epoch: also change this number; new requests find no prefix that was cached before. Raises InvalidField,
-        or VersionConflict for a lower number than that of now."""
+        weight_epoch: also change this number; new requests find no prefix that was cached before. eos_token_ids: also
+        change these, as a commit does. Raises InvalidField, or VersionConflict for a lower number than that of now."""
         check_label("version", version)
         serves = self._scopes.base.served.weight_epoch
         if weight_epoch != serves:
             check_epoch(weight_epoch, serves)
         if version is not None:
             self._scopes.serve(version, serves if weight_epoch is None else weight_epoch)
+        if eos_token_ids is not None:
+            self._lifecycle.scheduler.set_eos(eos_token_ids)
         return self._scopes.whole.weights_label()

@@ -26,7 +26,7 @@ from fastdeploy.core.events import EventLog
 from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource, StreamSource
+from fastdeploy.core.weight_source import StreamSource, may_hang
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
@@ -82,7 +82,8 @@ class WeightSessions:
         self._clients = clients
         self._events = events
         self._thread = StagingThread(wake, clock)
-        self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s, policy.upload_folders)
+        folders = policy.upload_folders
+        self._info = WeightInfo(runner, self._scope, switch.committed, self._thread, stage_timeout_s, folders)
         self._book = SessionBook()
         self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self._thread, clock, self._end)
         self.num_failed = 0
@@ -104,6 +105,13 @@ class WeightSessions:
     def staging_busy(self) -> bool:
         """True while a job of the staging thread runs or waits."""
         return self._thread.busy
+
+    def release_in_place_hold(self) -> None:
+        """Release the hold of an update in place that has ended, if the weights are complete. Called again after a
+        wake-up: weights that sleep do not count as complete."""
+        needed = self.session is not None and self.session.begin.in_place  # by a later session
+        if self._runner.has_weights and not needed:
+            self._pause.release_system_hold(IN_PLACE_HOLD)
 
     def hold_for_republish(self, locked: str = "") -> None:
         """Hold the whole engine until weights are committed. locked: see Hold."""
@@ -179,7 +187,7 @@ class WeightSessions:
             session.add(staging, args)
             return staging.finish()
 
-        self._commits.submit(session, work, answer, reads=_reads_files(args))
+        self._commits.submit(session, work, answer, reads=may_hang(args.source))
 
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
         """End the session that the call names, or else the open one. A session that has ended already is no error."""
@@ -254,7 +262,7 @@ class WeightSessions:
 
     def _check_source(self, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> None:
         self._policy.check(args.source)
-        if _reads_files(args):
+        if may_hang(args.source):
             self._thread.check_room()
 
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
@@ -324,7 +332,7 @@ class WeightSessions:
             )
 
         work = functools.partial(session.add, session.open_staging, args)
-        self._thread.submit(Job(session, work, done, session.timeout_s, reads=_reads_files(args)))
+        self._thread.submit(Job(session, work, done, session.timeout_s, reads=may_hang(args.source)))
 
     def _end(self, session: Session, why: FastDeployError) -> None:
         """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
@@ -339,13 +347,6 @@ class WeightSessions:
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            needed = self.session is not None and self.session.begin.in_place  # by a later session
-            if session.begin.in_place and self._runner.has_weights and not needed:
-                self._pause.release_system_hold(IN_PLACE_HOLD)
+            self.release_in_place_hold()
 
         self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
-
-
-def _reads_files(args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> bool:
-    """Return whether the source is a folder. Its file system may be remote, and a read may hang."""
-    return isinstance(args.source, FolderSource)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from fastdeploy.inter_communicator.event_pipe import EventReader
 
+logger = logging.getLogger(__name__)
+KILLED_S = 30.0  # in which a process that was killed ends; the system may need seconds to free its memory
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -81,12 +84,25 @@ class Child:
         else:
             self.signal(signal.SIGKILL)
 
+    def main_thread_ended(self) -> bool:
+        """Return whether the main thread has ended, though another thread may still run."""
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        return False
+
     def reap(self) -> int:
-        """Wait for the end of a child whose pidfd is readable. Return its exit status (negative: a signal)."""
+        """Wait for the end of a child that was killed, or whose pidfd is readable. Return its exit status (negative: a
+        signal). A process with a thread in a call that cannot be interrupted, such as a read from a dead mount, does
+        not end: it is left behind after KILLED_S, with an error in the log."""
+        ended = bool(select.select([self.pidfd], [], [], KILLED_S)[0])
         if self._whole_group:
-            select.select([self.pidfd], [], [])
             self.kill()
-        status = self._process.wait()
+        if ended:
+            status = self._process.wait()
+        else:
+            status = -signal.SIGKILL
+            text = "%s (process %d) cannot be killed and is left behind: it waits for a file, on a dead mount perhaps"
+            logger.error(text, self.name, self.pid)
         os.close(self.pidfd)
         self.events.close()
         return status

@@ -102,6 +102,8 @@ def _add_request_flags(add: AddArgument, http: ServeConfig) -> None:
         flag = "--" + name.replace("_", "-")
         text = f"mode of a pause by a {dialect} route that names no mode (%(default)s)"
         add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=text)
+    text = "time after which the hold of such a pause ends by itself (%(default)g)"
+    add("--dialect-hold-ttl-s", type=float, default=http.dialect_hold_ttl_s, help=text)
 
 
 def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RequestOutput(NamedTuple):
-    """One prompt and its n choices. prompt_logprobs: in the first choice only."""
+    """One prompt and its n choices. The first choice has the prompt_logprobs; None after an abort within the prompt."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -43,6 +43,11 @@ class BackOff:
         self._num_short_lives = 0
         self._num_failed_starts = 0
 
+    @property
+    def num_short_lives(self) -> int:
+        """Number of ends in a row, without HEALTHY_S of service between them."""
+        return self._num_short_lives
+
     def delay(self, ready_for_s: float | None, killed: bool = False) -> float | None:
         """Return the seconds to wait, or None to give up. ready_for_s: how long the child was ready; None = never.
         killed: the child was killed, so this start is not counted as failed."""
@@ -203,7 +208,16 @@ class ProcessTree(ABC):
             self._on_hopeless(name)
             return
         logger.error("%s ended with status %d: restarting it in %g s", name, status, delay)
+        self._tell_of_short_lives(name, status)
         self._due[name] = now + delay
+
+    def _tell_of_short_lives(self, name: str, status: int) -> None:
+        """Tell the operator of a child that ends again and again soon after it was ready. Such a child is always
+        started again, so the server looks healthy."""
+        if (number := self._back_offs[name].num_short_lives) >= MAX_FAILED_STARTS:
+            why = signal.Signals(-status).name if status < 0 else f"status {status}"
+            text = "%s has ended %d times in a row without %g s of service between, now by %s: look into its log"
+            logger.critical(text, name, number, HEALTHY_S, why)
 
     def _restart_what_is_due(self) -> None:
         now = time.monotonic()
@@ -259,7 +273,7 @@ class ProcessTree(ABC):
         self._stop_next()
 
     def _kill_all(self) -> None:
-        """Kill all children, and return when they have ended."""
+        """Kill all children, and return when they have ended, or cannot end."""
         self._stopping = True
         for child in self._children.values():
             child.kill()

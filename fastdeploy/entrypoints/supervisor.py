@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.entrypoints import child as children
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, ProcessTree
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
@@ -106,6 +107,7 @@ class Supervisor(ProcessTree):
         self._served = False
         self._connected: set[str] = set()  # API servers that have connected to an engine
         self._announced = False
+        self._dead_since: float | None = None  # time.monotonic() when the main thread of the engine was seen to be dead
 
     # ------------------------------------------------------------------ life
 
@@ -138,7 +140,9 @@ class Supervisor(ProcessTree):
         return self._make_engine() if name == ENGINE else self._make_server(name)
 
     def _make_engine(self) -> Child:
-        args = ["--config", to_json(self._engine_config), "--socket-dir", self._socket_dir]
+        short_lives = self._back_offs[ENGINE].num_short_lives
+        config = msgspec.structs.replace(self._engine_config, short_lives=short_lives)
+        args = ["--config", to_json(config), "--socket-dir", self._socket_dir]
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
             args.append("--lost-commit")
@@ -180,7 +184,22 @@ class Supervisor(ProcessTree):
 
     def _beat(self) -> None:
         self._report.alive()
+        self._check_that_the_engine_can_end()
         self._call_later("beat", min(BEAT_S, self._config.stall_s / BEATS_PER_STALL), self._beat)
+
+    def _check_that_the_engine_can_end(self) -> None:
+        """Stop if the engine has died but cannot end, since a thread of it waits for a file system. It keeps its memory
+        and its sockets, so no other engine can take its place. Whoever has started this server must decide."""
+        engine = self._children.get(ENGINE)
+        if engine is None or self._stopping or not engine.main_thread_ended():
+            self._dead_since = None
+            return
+        now = time.monotonic()
+        self._dead_since = self._dead_since or now
+        if now - self._dead_since >= children.KILLED_S:
+            logger.error("the engine has died, but its process cannot end: stopping")
+            self._stop(FAILED)
+            self._kill_all()
 
     def _announce(self) -> None:
         self._report.serving([url_of(listener) for listener in self._listeners], self._fleet_endpoint)

@@ -7,15 +7,17 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import FastDeployError, InvalidField, WeightUpdateRefused
 from fastdeploy.fleet.plan import Context, Plan, bounded
 from fastdeploy.fleet.reports import merge
+from fastdeploy.fleet.state import FleetAdapter
 from fastdeploy.fleet.transaction import Rule, Step
 from fastdeploy.inter_communicator import messages as m
 
 
 class LoadPlan(Plan[m.LoadAdapterArgs]):
-    """Load and check an adapter on all, and swap it in on all afterwards, with one number."""
+    """Load and check an adapter on all, and swap it in on all afterwards, with one number. Each replica reads the
+    source for itself, so a source that is changed meanwhile may give two adapters: such a load is refused."""
 
     rule = Rule.COMMIT
 
@@ -23,7 +25,9 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
         super().__init__(args, context)
         if args.prepare:
             raise InvalidField("prepare", "expected a whole load: the fleet makes both phases itself")
-        self._entry: tuple[m.LoadAdapterArgs, int] | None = None
+        self._entry: FleetAdapter | None = None
+        self._fingerprint: str | None = None
+        self._prepared: set[str] = set()
 
     def prepare(self, name: str) -> list[m.Args]:
         return [replace(self.args, prepare=True, source=self.sources.get(name, self.args.source))]
@@ -31,20 +35,39 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
     def commit(self, name: str) -> m.Args | None:
         if self._entry is None:
             self._before = self.state.adapters.get(self.args.lora_name)
-            self._entry = (self.args, self._before[1] + 1 if self._before is not None else 1)
+            assert self._fingerprint is not None, "a commit follows the preparation of all"
+            epoch = self.state.next_adapter_epoch(self.args.lora_name)
+            self._entry = FleetAdapter(self.args, epoch, self._fingerprint)
             self.state.adapters[self.args.lora_name] = self._entry
-        return m.EndLoadArgs(self.args.lora_name, True, self._entry[1])
+        return m.EndLoadArgs(self.args.lora_name, True, self._entry.epoch)
+
+    def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
+        if isinstance(args, m.LoadAdapterArgs):
+            self._prepared.add(name)
+
+    def judge(self, name: str, step: Step, result: dict[str, Any]) -> FastDeployError | None:
+        """All replicas must have read the same adapter."""
+        if step is not Step.PREPARE:
+            return None
+        self._fingerprint = self._fingerprint or result["fingerprint"]
+        if result["fingerprint"] == self._fingerprint:
+            return None
+        why = f"{name} has read another adapter than the other replicas: the source was changed during the load"
+        return WeightUpdateRefused(f"lora_name: {why}", param="lora_name")
 
     def rollback(self, name: str) -> m.Args | None:
         """A replica that refused to prepare has no prepared load, or that of another call."""
-        return m.EndLoadArgs(self.args.lora_name, False) if name in self.results else None
+        return m.EndLoadArgs(self.args.lora_name, False) if name in self._prepared else None
 
     def seconds(self, step: Step) -> float:
         if step is not Step.PREPARE:
             return self.config.fence_after_s
-        return 2 * bounded(self.args.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
+        return bounded(self.args.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
 
     def failed(self) -> None:
+        """Take the adapter back, but not its number: a replica that was fenced may have served with it."""
+        if self._entry is not None:
+            self.state.note_past_adapter(self._entry.epoch)
         if self._entry is not None and self.state.adapters.get(self.args.lora_name) is self._entry:
             del self.state.adapters[self.args.lora_name]
             if self._before is not None:
@@ -52,16 +75,12 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
 
 
 class UnloadPlan(Plan[m.UnloadAdapterArgs]):
-    """Remove an adapter name. A replica that does not know the name has nothing to remove: replicas look names up in
-    the adapter root one by one."""
+    """Remove an adapter name."""
 
     rule = Rule.AGREE
 
     def begin(self) -> None:
-        self.state.adapters.pop(self.args.lora_name, None)
-
-    def forgives(self, error: FastDeployError) -> bool:
-        return error.code == "model_not_found"
+        self.state.unload(self.args.lora_name)
 
 
 S = TypeVar("S", bound=m.SleepArgs | m.WakeArgs)

@@ -18,13 +18,14 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.dispatch import Dispatcher
 from fastdeploy.fleet.launcher import Launcher
+from fastdeploy.fleet.lookups import Lookups
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.plans import READS
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
-from fastdeploy.fleet.waiting import Ended, end_waiting, with_ended
+from fastdeploy.fleet.waiting import ENDS, Ending
 from fastdeploy.inter_communicator import messages as m
 
 if TYPE_CHECKING:
@@ -50,10 +51,13 @@ class FleetClient:
             self.membership.deposed,
             lambda: [] if self.membership.leadership.leads else self.membership.connected,
             self.membership.hosts,
+            self._end_requests,
         )
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
-        self._dispatcher = Dispatcher(config, self.router, lambda: self._open)
+        state, members = self.membership.state, lambda: self.membership.quorum
+        self._lookups = Lookups(state, members, self._control.call, self._looked_up)
+        self._dispatcher = Dispatcher(config, self.router, lambda: self._open, self._max_waiting, self._lookups.ready)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
@@ -76,6 +80,7 @@ class FleetClient:
         """Drop all connections. Open requests and calls fail with EngineDead."""
         self._control.close()
         await self._dispatcher.close()
+        await self._lookups.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -110,6 +115,13 @@ class FleetClient:
         """Why there is no member."""
         return self.membership.leadership.why or "every replica is lost, or has not joined yet"
 
+    @property
+    def closed_because(self) -> str:
+        """See EngineClient."""
+        if self._open:
+            return ""
+        return "every member of the fleet is drained" if self.membership.quorum else self.missing_because
+
     async def require_engine(self) -> m.Welcome:
         """Return the Welcome of the fleet. In a gateway that starts, wait for its first member. If the fleet has lost
         its last member, a request may wait for the next one, so this is no error for ``failover_s`` seconds. Raises
@@ -123,11 +135,21 @@ class FleetClient:
         assert self.welcome is not None
         return self.welcome
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of choices that wait for a replica."""
+        return self._dispatcher.num_waiting
+
     # ------------------------------------------------------------------ requests
+
+    def _max_waiting(self) -> int:
+        """Return how many choices may wait in the queues of all replicas, whatever their states."""
+        return sum(replica.max_waiting for replica in self.membership.replicas.values())
 
     async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
         """See EngineClient.submit. A request without a seed gets one here, so that every replica draws the same tokens.
-        If no replica may have the request now, the request waits, and its stream is returned at once."""
+        If no replica may have the request now, the request waits, and its stream is returned at once. Raises QueueFull
+        if as many wait as the queues of all replicas may hold."""
         await self.require_engine()
         if request.sampling.seed is None:
             request = replace(request, sampling=request.sampling.seeded())
@@ -160,7 +182,8 @@ class FleetClient:
             relay.outer.fail(errors.AttachedElsewhere(f"a later request with request_id {name!r} took over"))
         others: Collection[str] = self._relays if request.group else self._by_client_id
         if (request.group or name) in others:
-            raise errors.DuplicateRequest(f"request_id {name!r} is in use already", param="request_id")
+            message = f"request_id {request.group or name!r} is in use already"
+            raise errors.DuplicateRequest(message, param="request_id")
 
     async def _holder(self, request: AddRequest) -> Replica | None:
         """Return the replica that runs or keeps the request with this id, if one does. An earlier gateway may have sent
@@ -181,6 +204,13 @@ class FleetClient:
             self._retained.move_to_end(relay.request.request_id)
         while len(self._retained) > MAX_RETAINED:
             self._retained.popitem(last=False)
+
+    def _looked_up(self, name: str, error: errors.FastDeployError | None) -> None:
+        """Send the requests that wait for an adapter, or give them the error of its lookup."""
+        for relay in list(self._relays.values()):
+            if error is not None and relay.parts and relay.request.adapter == name:
+                relay.outer.fail(error)
+        self._dispatcher.kick()
 
     def _turn_ended(self, relay: Relay, tokens: int) -> None:
         if session := relay.request.session:
@@ -209,19 +239,36 @@ class FleetClient:
         if not isinstance(args, READS):
             await self._until_begun()
             self.membership.leadership.require()
-        ended = self._end_waiting(args) if self.membership.quorum or isinstance(args, m.AbortArgs) else {}
+        if isinstance(args, m.LoadAdapterArgs):
+            with self._lookups.loading(args.lora_name):
+                await self._lookups.settled(args.lora_name)
+                return await self._call(args)
+        return await self._call(args)
+
+    async def _call(self, args: m.Args) -> dict[str, Any]:
+        if isinstance(args, m.AbortArgs) and not self.membership.quorum:  # the call fails, but ends what waits
+            self._end_requests(args).withdraw()
         try:
-            result = await self._control.call(args)
+            return await self._control.call(args)
         finally:
             self._dispatcher.kick()  # the replicas may have newer weights now
-        return with_ended(args, result, ended)
 
     def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
         ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
+        member = self._remote_exporter()
+        return self.membership.hosts.exported(member) if member is not None else None
+
+    def remote_adapter_export(self, lora_name: str, file: str) -> AbstractAsyncContextManager[httpx.Response] | None:
+        """Return the answer to GET /v1/adapters/export of a member on another host, as :meth:`remote_export` does for
+        weights."""
+        member = self._remote_exporter()
+        return self.membership.hosts.exported_adapter(member, lora_name, file) if member is not None else None
+
+    def _remote_exporter(self) -> Replica | None:
         self.membership.leadership.require()
         member = next(iter(self.membership.quorum), None)
-        return self.membership.hosts.exported(member) if member is not None and is_remote(member) else None
+        return member if member is not None and is_remote(member) else None
 
     async def _until_begun(self) -> None:
         """Wait until the fleet has had a member, or another gateway led after this one. Returns in the order of the
@@ -234,15 +281,15 @@ class FleetClient:
         if self.closing.is_set() and not self.connected.is_set():
             raise errors.EngineDead("the server is shutting down")
 
-    def _end_waiting(self, args: m.Args) -> dict[str, Ended]:
-        """End what a call must end and finds at no replica. In one turn of the event loop with the sending of the call,
-        so nothing that waits goes to a replica behind the call."""
-        parts = {relay: list(relay.parts) for relay in self._relays.values() if relay.parts}
-        ended = end_waiting(args, parts)
-        for relay, waited in parts.items():
-            if not relay.parts:
-                self._dispatcher.forget(waited)
-        return ended
+    def _end_requests(self, args: m.Args) -> Ending:
+        """Let the requests that a call ends know it, and end what of them is at no replica. In one turn of the event
+        loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
+        ending = Ending(args)
+        for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():
+            if ending.ask(relay):
+                self._dispatcher.forget(relay.parts)
+                relay.end_parts()
+        return ending
 
     async def abort_open(self, bound_s: float) -> None:
         """Abort every open request, at the end of this process. See EngineClient.abort_open."""

@@ -18,6 +18,7 @@ from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -28,7 +29,8 @@ class FleetControl:
     hosts: sends sources of weights and adapters to replicas on other hosts; None = all replicas are on this one.
     deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
     fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set. connected: returns the
-    replicas that answer reads as long as this gateway has no member because it does not lead."""
+    replicas that answer reads as long as this gateway has no member because it does not lead. end_requests(args): ends
+    what the call must end and what is at no replica; called when the call is sent."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class FleetControl:
         on_deposed: Callable[[str], None] = lambda why: None,
         connected: Callable[[], Sequence[Replica]] = lambda: (),
         hosts: RemoteHosts | None = None,
+        end_requests: Callable[[m.Args], Ending] = Ending,
     ):
         self._config = config
         self._quorum = quorum
@@ -47,6 +50,7 @@ class FleetControl:
         self._hosts = hosts
         self._on_deposed = on_deposed
         self._connected = connected
+        self._end_requests = end_requests
         self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._sleeping = asyncio.Lock()
@@ -160,7 +164,10 @@ class FleetControl:
         participants = [members[name] for name in plan.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
         shows_replicas = not isinstance(args, UNCHANGED)
-        run = RunningCall(plan, participants, self._config, shows_replicas, self.fence, self._ended, self._depose)
+        ending = self._end_requests(args)
+        run = RunningCall(
+            plan, participants, self._config, shows_replicas, ending, self.fence, self._ended, self._depose
+        )
         self._runs[run] = None
         run.start()
         return run.future

@@ -7,13 +7,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fastdeploy.core.errors import EngineDead, EngineError
+from fastdeploy.core.errors import EngineDead, EngineError, QueueFull
+from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.relay import Part, Relay
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 
 MAX_REFUSALS = 3  # of one request, by so many replicas. Then the client gets the refusal
+RETRY_AFTER_S = 1  # told to a client whose request finds the queue full
 
 
 class Limit(NamedTuple):
@@ -27,30 +29,44 @@ class Limit(NamedTuple):
 
 class Dispatcher:
     """Sends parts of requests to replicas. Those that must wait are sent in their order. open_replicas: those that take
-    requests. Use from one event loop only."""
+    requests. max_waiting: returns how many choices that have been at no replica may wait here. ready(adapter): see
+    Lookups. Use from one event loop only."""
 
-    def __init__(self, config: FleetConfig, router: Router, open_replicas: Callable[[], Sequence[Replica]]):
+    def __init__(
+        self,
+        config: FleetConfig,
+        router: Router,
+        open_replicas: Callable[[], Sequence[Replica]],
+        max_waiting: Callable[[], int],
+        ready: Callable[[str], bool] = lambda adapter: True,
+    ):
         self._failover_s = config.failover_s
         self._router = router
         self._open_replicas = open_replicas
-        self._waiting: dict[Part, None] = {}  # in their order
+        self._max_waiting = max_waiting
+        self._ready = ready
+        self._waiting: dict[Part, int] = {}  # in their order, with the number of choices that count for max_waiting
+        self._num_new = 0  # choices that count
         self._task: asyncio.Task[None] | None = None
         self._changed = False  # since the task has begun its round
         self.closed = False
 
     @property
     def num_waiting(self) -> int:
-        """Number of parts that wait for a replica."""
-        return len(self._waiting)
+        """Number of choices that wait for a replica."""
+        return sum(part.num for part in self._waiting)
 
     async def submit(self, part: Part, holder: Replica | None = None) -> None:
         """Send a new part, behind those that wait. holder: the replica that has its result already. Raises
-        DuplicateRequest."""
+        DuplicateRequest, and QueueFull for a part that would wait beyond max_waiting."""
         if holder is not None:
             with contextlib.suppress(EngineError):
                 await part.relay.send(part, self._router.route_to(holder, part.relay.request))
                 return
         if self._waiting or not await self._send(part):
+            if self._num_new + part.num > (limit := self._max_waiting()):
+                message = f"no replica takes the request now, and at most {limit} choices may wait for one"
+                raise QueueFull(f"{message} (--max-waiting of every replica)", retry_after=RETRY_AFTER_S)
             self._wait(part)
 
     def lost(self, part: Part) -> None:
@@ -71,7 +87,7 @@ class Dispatcher:
     def forget(self, parts: Iterable[Part]) -> None:
         """Let parts wait no longer."""
         for part in parts:
-            self._waiting.pop(part, None)
+            self._num_new -= self._waiting.pop(part, 0)
             if part.timer is not None:
                 part.timer.cancel()
                 part.timer = None
@@ -91,6 +107,8 @@ class Dispatcher:
 
     async def _send(self, part: Part) -> bool:
         """Send a part. Return False if no replica may have it now."""
+        if not self._ready(part.relay.request.adapter):
+            return False
         relay, lost = part.relay, set(part.refused_by)
         while (route := self._router.pick(relay.request, self._open_replicas(), relay.least_epoch, lost)) is not None:
             try:
@@ -102,7 +120,9 @@ class Dispatcher:
         return False
 
     def _wait(self, part: Part) -> None:
-        self._waiting[part] = None
+        if part not in self._waiting:
+            self._waiting[part] = 0 if part.relay.num_losses else part.num
+            self._num_new += self._waiting[part]
         part.has_waited = True
         if part.timer is None:
             limit = min(self._limits(part.relay))
@@ -114,10 +134,10 @@ class Dispatcher:
         request = relay.request
         yield Limit(asyncio.get_running_loop().time() + self._failover_s)
         if request.deadline_s is not None:
-            yield Limit(relay.began + request.deadline_s, "deadline", "its deadline has passed")
+            yield Limit(relay.began + request.deadline_s, DEADLINE, "its deadline has passed")
         if request.max_queue_s is not None and not any(relay.tokens):
             why = "it waited for its first step for longer than max_queue_s"
-            yield Limit(relay.began + request.max_queue_s, "queue_timeout", why)
+            yield Limit(relay.began + request.max_queue_s, QUEUE_TIMEOUT, why)
 
     def _give_up(self, part: Part, limit: Limit) -> None:
         relay = part.relay

@@ -4,15 +4,14 @@ The gateway leads the engine, compares the engine's state with that of the fleet
 again, until there is none. Each look is a new answer of the engine, so nothing is assumed to have worked. In the turn
 of the event loop in which the last answer comes, no call may be changing the fleet. Then the replica becomes a member.
 
-An adapter whose source is gone is copied from another replica of the same host. A replica that cannot get an adapter of
-the fleet does not join: all members have the same adapters, so that a call for one adapter means the same everywhere.
-Load the adapter again, or unload it; then the replica joins.
+All members have the same adapters with the same fingerprints, so that a name means the same everywhere. A replica that
+cannot get an adapter of the fleet does not join. Load the adapter again, or unload it; then the replica joins. Without
+any member nobody can do that, so the adapter is given up after a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -21,15 +20,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fastdeploy.client.engine_client import result_of
-from fastdeploy.core.errors import FastDeployError, FleetCallFailed, ReplicaMisfit, WrongOrder
+from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
 from fastdeploy.fleet.rebuild import MODES, SYSTEM, Report, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import REPUBLISH, FleetState
+from fastdeploy.fleet.state import REPUBLISH, FleetAdapter, FleetState
 from fastdeploy.fleet.transfer import WeightTransfer
 from fastdeploy.inter_communicator import messages as m
 
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
     """A part of an engine's state that is not the fleet's. what: for people. mend: makes it so."""
 
     what: str
-    mend: Callable[[], Awaitable[None]]
+    mend: Callable[[], Awaitable[object]]
 
 
 class Joiner:
@@ -63,13 +63,15 @@ class Joiner:
         leadership: Leadership,
         replicas: Callable[[], Sequence[Replica]],
         transfer: WeightTransfer,
+        adapters: AdapterTransfer,
     ):
         self._config = config
         self._state = state
         self._leadership = leadership
         self._replicas = replicas
         self._transfer = transfer
-        self._without_weights_since: float | None = None
+        self._adapters = adapters
+        self._lost_since: float | None = None  # no replica can join since then: nobody has what it lacks
         self.profile: dict[str, Any] | None = None
 
     async def bring(self, replica: Replica) -> None:
@@ -84,10 +86,11 @@ class Joiner:
             report = replica.note(await replica.client.call(m.FleetStateArgs()))
             if state.changing or state.revision != revision:
                 continue
+            state.note_past_adapter(report["past_adapter_epoch"])
             self._check_fit(replica)
             difference = next(self._differences(replica, report), None)
             if difference is None:
-                self._without_weights_since = None
+                self._lost_since = None
                 self.profile = profile_of(replica)
                 return
             if mended == (difference.what, revision):
@@ -129,10 +132,11 @@ class Joiner:
             yield Difference(f"{sorted(too_deep)} sleep", partial(_make, replica, m.WakeArgs(tags=tuple(too_deep))))
         if not same_sleep and (report["fingerprint"] != state.fingerprint or state.fingerprint is None):
             yield Difference("it has other weights", lambda: self._give_weights(replica, report))
-        if (report["weight_epoch"], report["version"]) != (state.weight_epoch, state.version):
+        found, expected = CommittedState.of(report).without_tensors(), state.committed.without_tensors()
+        if found != expected:
             self._check_epoch(replica, report)
-            label = m.SetVersionArgs(state.version, weight_epoch=state.weight_epoch)
-            yield Difference("its weights have another label", partial(_make, replica, label))
+            what = f"its weights have the label {found}, not {expected}"
+            yield Difference(what, partial(_make, replica, m.SetVersionArgs(**expected)))
         yield from self._adapter_differences(replica, report)
         if wanted - asleep:
             sleep = m.SleepArgs(tags=tuple(sorted(wanted - asleep)))
@@ -141,15 +145,22 @@ class Joiner:
 
     def _adapter_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
         state = self._state
-        found = {adapter["lora_name"]: adapter["adapter_epoch"] for adapter in report["adapters"]}
-        for name, epoch in found.items():
-            if name not in state.adapters or epoch > state.adapters[name][1]:
+        found = {a["lora_name"]: (a["adapter_epoch"], a["fingerprint"]) for a in report["adapters"]}
+        for name, (epoch, fingerprint) in found.items():
+            adapter = state.adapters.get(name)
+            if (
+                adapter is None
+                or epoch > adapter.epoch
+                or (epoch == adapter.epoch and fingerprint != adapter.fingerprint)
+            ):
                 unload = m.UnloadAdapterArgs(name)
                 yield Difference(f"it has another adapter {name!r}", partial(_make, replica, unload))
-        for name, (args, epoch) in state.adapters.items():
-            if found.get(name) != epoch:
-                what = f"it lacks adapter {name!r}"
-                yield Difference(what, partial(self._load, replica, args, epoch))
+        for name, adapter in state.adapters.items():
+            if found.get(name) != (adapter.epoch, adapter.fingerprint):
+                yield Difference(f"it lacks adapter {name!r}", partial(self._give_adapter, replica, adapter))
+        if report["past_adapter_epoch"] < state.past_adapter_epoch:
+            what = f"it does not know that adapter epochs up to {state.past_adapter_epoch} were used"
+            yield Difference(what, partial(self._leadership.lead, replica))
 
     def _hold_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
         state, found = self._state, {(hold["scope"], hold["id"]): hold for hold in report["holds"]}
@@ -182,68 +193,60 @@ class Joiner:
         try:
             await self._transfer.give(replica, state, peers)
         except WrongOrder as error:  # nobody can give the weights
-            if not peers and not any(other.in_quorum for other in self._replicas()):
-                self._restart_fleet_if_lost(replica, report)
+            if not peers and self._is_lost() and report["fingerprint"] is not None:
+                self._restart_fleet(report)
             raise JoinBlocked(f"replica {replica.name}: {error.message}") from error
 
-    def _restart_fleet_if_lost(self, replica: Replica, report: Report) -> None:
-        """Let the fleet begin again with the weights that the replica was started with, if nobody with the fleet's
+    def _is_lost(self) -> bool:
+        """Return whether what a replica lacks is gone: the fleet has no member, and has had none for ``rebuild_s``,
+        since nobody has it."""
+        if any(replica.in_quorum for replica in self._replicas()):
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._lost_since is None:
+            self._lost_since = now
+        return now - self._lost_since >= self._config.rebuild_s
+
+    def _restart_fleet(self, report: Report) -> None:
+        """Let the fleet begin again with the weights that the replica was started with, after nobody with the fleet's
         weights came back in time. As after the restart of a single engine, the fleet is held until weights are
         published, and has a new boot id. The epoch goes on, so that it never goes back for a client."""
-        now, state = asyncio.get_running_loop().time(), self._state
-        if self._without_weights_since is None:
-            self._without_weights_since = now
-        if now - self._without_weights_since < self._config.rebuild_s or report["fingerprint"] is None:
-            return
+        state = self._state
         logger.error("the weights %r of epoch %d are lost: no replica has them", state.version, state.weight_epoch)
-        self._leadership.fleet = boot_id = new_fleet(self._config.fleet_id)
+        started_with = CommittedState.of(report)._replace(weight_epoch=state.next_epoch())
         lost = FleetState(
-            boot_id=boot_id,
-            weight_epoch=state.next_epoch(),
-            version=report["version"],
-            fingerprint=report["fingerprint"],
+            **started_with._asdict(),
+            boot_id=self._new_boot_id(),
             holds={**state.holds, (WHOLE_ENGINE, REPUBLISH): republish_hold()},
         )
         state.replace(lost)
-        self._without_weights_since = None
+        self._lost_since = None
 
-    async def _load(self, replica: Replica, args: m.LoadAdapterArgs, epoch: int) -> None:
-        """Load an adapter from its source, or else from the copy of another replica of the same host."""
-        call, failures = replica.client.call, []
-        args = msgspec.structs.replace(args, prepare=True, replace=True)
-        sources = [args]
-        while sources:
-            try:
-                await call(sources.pop(0))
-            except FastDeployError as error:
-                if not replica.client.connected.is_set():
-                    raise
-                failures.append(error.message)
-                if len(failures) == 1:
-                    copies = await self._copies(replica, args.lora_name, epoch)
-                    sources = [msgspec.structs.replace(args, source=FolderSource(path), config=None) for path in copies]
-            else:
-                await call(m.EndLoadArgs(args.lora_name, commit=True, adapter_epoch=epoch))
-                return
-        lacks = f"replica {replica.name} lacks adapter {args.lora_name!r}, whose source cannot be read again"
-        elsewhere = "; no other replica on its host has a copy" if len(failures) == 1 else ""
-        raise JoinBlocked(f"{lacks}: {'; '.join(failures)}{elsewhere}")
+    def _new_boot_id(self) -> str:
+        self._leadership.fleet = boot_id = new_fleet(self._config.fleet_id)
+        return boot_id
 
-    async def _copies(self, replica: Replica, name: str, epoch: int) -> list[str]:
-        """Return the folders in which other engines of the fleet on the same host keep an adapter."""
+    async def _give_adapter(self, replica: Replica, adapter: FleetAdapter) -> None:
+        others = [other for other in self._replicas() if other is not replica and other.client.connected.is_set()]
+        try:
+            await self._adapters.give(replica, adapter, others)
+        except WrongOrder as error:
+            if self._is_lost():
+                self._forget_adapter(adapter)
+            raise JoinBlocked(
+                f"replica {replica.name} lacks adapter {adapter.args.lora_name!r}: {error.message}"
+            ) from error
 
-        async def ask(other: Replica) -> str | None:
-            with contextlib.suppress(FastDeployError, TimeoutError):
-                async with asyncio.timeout(self._config.fence_after_s):
-                    report = await other.client.call(m.FleetStateArgs())
-                epochs = {adapter["lora_name"]: adapter["adapter_epoch"] for adapter in report["adapters"]}
-                if report["fleet"] == self._leadership.fleet and epochs.get(name) == epoch:
-                    return str(report["adapter_copies"][name])
-            return None
-
-        host = replica.placement.host
-        peers = [other for other in self._replicas() if other is not replica and other.placement.host == host]
-        return [path for path in await asyncio.gather(*map(ask, peers)) if path is not None]
+    def _forget_adapter(self, adapter: FleetAdapter) -> None:
+        """Let the fleet begin again without an adapter that nobody has. As after the restart of a single engine, its
+        name is not known then, and the boot id is another one."""
+        state, name = self._state, adapter.args.lora_name
+        if state.adapters.get(name) is not adapter:
+            return
+        logger.error("adapter %r of epoch %d is lost: no replica has it", name, adapter.epoch)
+        state.unload(name)
+        state.boot_id = self._new_boot_id()
+        state.revision += 1
 
     async def _place(self, replica: Replica, keys: Sequence[tuple[str, str]]) -> None:
         now = asyncio.get_running_loop().time()

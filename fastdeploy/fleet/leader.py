@@ -31,7 +31,7 @@ class Leadership:
     """The leadership of one gateway. replicas: returns those that are connected. expected: returns the number of those
     that exist. begin(reports): called when this gateway leads, with the answers of the engines from before. renewed
     (replica, revision): called after each renewal, with what ``revision`` returned when it was sent. end(why): called
-    when this gateway does not lead any more.
+    when this gateway does not lead any more. past_adapter_epoch: returns what the engines are told, see m.LeadArgs.
 
     fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads. why: why not."""
 
@@ -44,6 +44,7 @@ class Leadership:
         renewed: Callable[[Replica, int], None],
         end: Callable[[str], None],
         revision: Callable[[], int],
+        past_adapter_epoch: Callable[[], int],
     ):
         self._config = config
         self._replicas = replicas
@@ -52,6 +53,7 @@ class Leadership:
         self._renewed = renewed
         self._end = end
         self._revision = revision
+        self._past_adapter_epoch = past_adapter_epoch
         self._moved = asyncio.Event()
         self._deposed = asyncio.Event()
         self.controller = uuid.uuid4().hex
@@ -107,7 +109,8 @@ class Leadership:
     # ------------------------------------------------------------------ inside
 
     def _args(self) -> m.LeadArgs:
-        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s)
+        past = self._past_adapter_epoch()
+        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s, past)
 
     async def _take(self) -> list[Report]:
         """Return the states of the engines from before, once this gateway leads one of them."""

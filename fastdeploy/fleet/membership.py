@@ -15,6 +15,7 @@ from fastdeploy.core.errors import (
     ReplicaMisfit,
     ReplicaNotFound,
 )
+from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
@@ -54,10 +55,11 @@ class Membership:
             self._renewed,
             self._end,
             lambda: -1 if self.state.changing else self.state.revision,
+            lambda: self.state.past_adapter_epoch,
         )
         self.hosts = RemoteHosts(config)
-        transfer = WeightTransfer(self.hosts)
-        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), transfer)
+        transfers = WeightTransfer(self.hosts), AdapterTransfer(self.hosts, config.fence_after_s)
+        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), *transfers)
 
     @property
     def quorum(self) -> list[Replica]:

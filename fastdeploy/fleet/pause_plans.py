@@ -194,12 +194,14 @@ class PauseStatusPlan(Plan[m.PauseStatusArgs]):
 
 
 class ResetPlan(Plan[m.ResetArgs]):
-    """Reset all. Anonymous holds and the open sessions end."""
+    """Reset all. Anonymous holds and the open sessions end, and no adapter is left."""
 
     rule = Rule.AGREE
 
     def begin(self) -> None:
         self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+        for name in list(self.state.adapters):
+            self.state.unload(name)
         self._sessions = [session for session in self.state.sessions.values() if session.open]
 
     def done(self) -> dict[str, Any]:

@@ -99,6 +99,13 @@ class ExportPlan(OneMemberPlan):
         return bounded(self.args.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
 
 
+class LookUpPlan(OneMemberPlan):
+    """Ask one member for a folder in the adapter root. A read that hangs must not cost a replica."""
+
+    def seconds(self, step: Step) -> float:
+        return self.config.stage_timeout_s + self.config.fence_after_s
+
+
 def _refuse_lead(args: m.LeadArgs, context: Context) -> Plan[Any]:
     raise NotLeader(f"this is the gateway of fleet {context.config.fleet_id!r}, which nobody leads but itself")
 
@@ -123,9 +130,11 @@ PLANS: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
     m.CommitUpdateArgs: CommitPlan,
     m.AbortUpdateArgs: AbortUpdatePlan,
     m.LoadAdapterArgs: LoadPlan,
+    m.LookUpAdapterArgs: LookUpPlan,
     m.EndLoadArgs: _refuse_phase,
     m.UnloadAdapterArgs: UnloadPlan,
     m.AdaptersArgs: ReadPlan,
+    m.ExportAdapterArgs: OneMemberPlan,
     m.SetVersionArgs: SetVersionPlan,
     m.ResetArgs: ResetPlan,
     m.ResetCacheArgs: EveryPlan,

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
-from fastdeploy.fleet.state import REPUBLISH, FleetHold, FleetState
+from fastdeploy.fleet.state import REPUBLISH, FleetAdapter, FleetHold, FleetState
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
 
 Report = Mapping[str, Any]  # an answer to FleetStateArgs
@@ -43,15 +44,14 @@ def fleet_of(fleet_id: str, reports: Sequence[Report]) -> str | None:
 
 def reference(fleet: str, reports: Sequence[Report]) -> Report:
     """Return the answer of an engine that has the weights of the fleet: the newest ones among the engines that belonged
-    to it. Among equals, the weights that most engines have."""
+    to it. Among equals, the weights that most engines have, with what most of these have of all else that a commit
+    sets."""
     ours = [report for report in reports if report["fleet"] == fleet] or list(reports)
     newest = max(report["weight_epoch"] for report in ours)
     candidates = [report for report in ours if report["weight_epoch"] == newest]
     fingerprints = Counter(report["fingerprint"] for report in candidates if report["fingerprint"] is not None)
-    if not fingerprints:
-        return candidates[0]
-    most = fingerprints.most_common(1)[0][0]
-    return next(report for report in candidates if report["fingerprint"] == most)
+    states = Counter(map(CommittedState.of, candidates))
+    return max(candidates, key=lambda r: (fingerprints[r["fingerprint"]], states[CommittedState.of(r)]))
 
 
 def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
@@ -73,12 +73,12 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
     for hold in [hold for report in current for hold in report["holds"]]:
         if hold["placed_by"] == SYSTEM and hold["id"] == REPUBLISH:
             holds[WHOLE_ENGINE, REPUBLISH] = republish_hold()
+    adapters = _adapters(current)
     return FleetState(
-        weight_epoch=serving["weight_epoch"],
-        version=serving["version"],
-        fingerprint=serving["fingerprint"],
+        **CommittedState.of(serving)._asdict(),
         holds=holds,
-        adapters=_adapters(current),
+        adapters=adapters,
+        past_adapter_epoch=_past_adapter_epoch(reports, adapters),
         boot_id=fleet,
         asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in current)))),
         changes=last[1],
@@ -115,12 +115,28 @@ def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: Report, now: float,
     holds[key] = FleetHold(args, expires_at)
 
 
-def _adapters(reports: Sequence[Report]) -> dict[str, tuple[LoadAdapterArgs, int]]:
-    """Return the adapters that any engine has. Of two of one name, that with the higher epoch."""
-    adapters: dict[str, tuple[LoadAdapterArgs, int]] = {}
-    for adapter in [adapter for report in reports for adapter in report["adapters"]]:
-        name, epoch, path = adapter["lora_name"], adapter["adapter_epoch"], adapter["path"]
-        if name not in adapters or adapters[name][1] < epoch:
-            args = LoadAdapterArgs(name, FolderSource(path), path=path, version=adapter["version"])
-            adapters[name] = (args, epoch)
+def _adapters(reports: Sequence[Report]) -> dict[str, FleetAdapter]:
+    """Return the adapters that any engine has. Of several with one name, that with the highest epoch, and among equals
+    that of most engines."""
+    found = [adapter for report in reports for adapter in report["adapters"]]
+    engines = Counter(map(_identity, found))
+    adapters: dict[str, FleetAdapter] = {}
+    for adapter in sorted(found, key=lambda a: (a["adapter_epoch"], engines[_identity(a)])):
+        name, path = adapter["lora_name"], adapter["path"]
+        args = LoadAdapterArgs(name, FolderSource(path), path=path, version=adapter["version"])
+        adapters[name] = FleetAdapter(args, adapter["adapter_epoch"], adapter["fingerprint"])
     return adapters
+
+
+def _identity(adapter: Report) -> tuple[Any, ...]:
+    return adapter["lora_name"], adapter["adapter_epoch"], adapter["fingerprint"]
+
+
+def _past_adapter_epoch(reports: Sequence[Report], adapters: Mapping[str, FleetAdapter]) -> int:
+    """Return the highest number that any engine knows of an adapter which is not one of the fleet's ``adapters``."""
+    ended = [report["past_adapter_epoch"] for report in reports]
+    for adapter in [adapter for report in reports for adapter in report["adapters"]]:
+        name, epoch = adapter["lora_name"], adapter["adapter_epoch"]
+        if name not in adapters or adapters[name].epoch < epoch:
+            ended.append(epoch)
+    return max(ended)

@@ -18,9 +18,10 @@ from msgspec.structs import replace
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
-from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.request_fields import AddRequest, part_id
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Route, Seen
+from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator.messages import Output
 
 LOST = (EngineDead, EngineStalled)
@@ -103,7 +104,8 @@ class Part:
 class Relay:
     """A request of a client. outer: its stream, which the client reads. seen: its next token is not of older weights.
     tokens: by choice, those that the client has. num_losses: of replicas. on_end: called at each choice's end, with the
-    number of its tokens. The request always has a seed."""
+    number of its tokens. endings: calls that end the request, in their order. Its replica may finish it, but no
+    other one goes on with it. The request always has a seed."""
 
     def __init__(
         self,
@@ -119,6 +121,7 @@ class Relay:
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]
         self.began = asyncio.get_running_loop().time()
         self.num_losses = 0
+        self.endings: list[Ending] = []
         self._vain_losses = [(0, 0)] * request.n  # by choice: losses since its last token, and tokens at the last one
         self.parts: set[Part] = set()
         self.attempts: set[Attempt] = set()
@@ -190,7 +193,9 @@ class Relay:
         part = attempt.part
         # An engine that has dropped this gateway may still run the request, with retain_s. Then it knows the id.
         may_be_refused = REFUSED if part.is_whole else (*REFUSED, DuplicateRequest)
-        if isinstance(error, LOST):
+        if self.endings and isinstance(error, (*LOST, *may_be_refused)):
+            self._end_as_asked(part.open_choices)
+        elif isinstance(error, LOST):
             self.num_losses += 1
             if self._count_vain_losses(part.open_choices) >= MAX_VAIN_LOSSES:
                 why = (
@@ -226,7 +231,20 @@ class Relay:
             return [Part(self, part.first, part.num, part.request_id)]
         for k in choices:
             self._num_moves[k] += bool(self.tokens[k])
-        return [Part(self, k, 1, f"{self.request.request_id}~{k}.{self.num_losses}") for k in choices]
+        ids = {k: part_id(self.request.request_id, f"{k}.{self.num_losses}") for k in choices}
+        return [Part(self, k, 1, ids[k]) for k in choices]
+
+    def end_parts(self) -> None:
+        """End what is at no replica, as the calls in ``endings`` ask. It has left the placer's queue."""
+        choices = [k for part in self.parts for k in part.open_choices]
+        self.parts.clear()
+        if choices:
+            self._end_as_asked(choices)
+
+    def _end_as_asked(self, choices: Sequence[int]) -> None:
+        for ending in self.endings:
+            ending.note(self, choices)
+        self.end(choices, self.endings[0].why(self), self.endings[0].stop_reason(self))
 
     def end(self, choices: Sequence[int], why: str, stop_reason: str | None = None) -> None:
         """End open choices, which are at no replica, with reason "abort"."""

@@ -21,7 +21,14 @@ from fastdeploy.core.host import host_id
 from fastdeploy.core.safe_files import open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source, StreamSource
+from fastdeploy.core.weight_source import (
+    ADAPTER_CONFIG,
+    FileSource,
+    FolderSource,
+    SharedMemorySource,
+    Source,
+    StreamSource,
+)
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
 
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
 SPOOL, CHUNK, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
+ADAPTER_EXPORT = "/v1/adapters/export"
 
 
 def is_remote(replica: Replica) -> bool:
@@ -67,12 +75,40 @@ class RemoteHosts:
             return
         self._policy_check(source)
         with _opened(source) as (fd, offset, nbytes):
-            body = _pieces(fd, offset, nbytes)
-            headers = {"Content-Length": str(nbytes), "Content-Type": "application/octet-stream"}
-            async with self._reply(replica, "POST", SPOOL, content=body, headers=headers) as reply:
-                lines = reply.aiter_lines()  # its end closes the connection, so it must live as long as the block
-                path = await _first_path(replica, lines)
+            async with self._spooled(replica, _pieces(fd, offset, nbytes), {"Content-Length": str(nbytes)}) as path:
                 yield replace(source, path=path, offset=0) if isinstance(source, StreamSource) else FileSource(path)
+
+    @contextlib.asynccontextmanager
+    async def passed_on(self, replica: Replica, export: httpx.Response) -> AsyncIterator[FileSource]:
+        """Send the body of an export to a file on the replica's host, as it comes. Yield the file, which is there while
+        the block runs."""
+        async with self._spooled(replica, export.aiter_bytes(PIECE_BYTES), _length_of(export)) as path:
+            yield FileSource(path)
+
+    @contextlib.asynccontextmanager
+    async def _spooled(
+        self, replica: Replica, body: AsyncIterator[bytes], length: dict[str, str]
+    ) -> AsyncIterator[str]:
+        headers = {"Content-Type": "application/octet-stream"} | length
+        async with self._reply(replica, "POST", SPOOL, content=body, headers=headers) as reply:
+            pieces = reply.aiter_bytes()  # its end closes the connection, so it must live as long as the block
+            yield await _first_path(replica, pieces)
+
+    async def adapter_config(self, replica: Replica, lora_name: str) -> dict[str, Any]:
+        """Return the content of adapter_config.json of the copy that the replica's engine keeps."""
+        async with self.exported_adapter(replica, lora_name, ADAPTER_CONFIG) as reply:
+            data = await reply.aread()
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineDead(f"replica {replica.name}: its {ADAPTER_CONFIG} of {lora_name!r} is no JSON") from error
+
+    @contextlib.asynccontextmanager
+    async def exported_adapter(self, replica: Replica, lora_name: str, file: str) -> AsyncIterator[httpx.Response]:
+        """Yield the answer to GET /v1/adapters/export, whose body is not received yet."""
+        params = {"lora_name": lora_name, "file": file}
+        async with self._reply(replica, "GET", ADAPTER_EXPORT, silence_s=READ_TIMEOUT_S, params=params) as reply:
+            yield reply
 
     @contextlib.asynccontextmanager
     async def exported(self, replica: Replica) -> AsyncIterator[httpx.Response]:
@@ -82,9 +118,7 @@ class RemoteHosts:
 
     async def add_part(self, replica: Replica, session: str, weights: httpx.Response) -> None:
         """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
-        headers = {"Content-Type": "application/octet-stream"}
-        if (length := weights.headers.get("Content-Length")) is not None:
-            headers["Content-Length"] = length
+        headers = {"Content-Type": "application/octet-stream"} | _length_of(weights)
         body = weights.aiter_bytes(PIECE_BYTES)
         options: dict[str, Any] = {"params": {"session_id": session}, "content": body, "headers": headers}
         async with self._reply(replica, "POST", CHUNK, silence_s=READ_TIMEOUT_S, **options) as reply:
@@ -112,6 +146,11 @@ class RemoteHosts:
             raise EngineDead(f"replica {replica.name}: {why}") from error
 
 
+def _length_of(reply: httpx.Response) -> dict[str, str]:
+    length = reply.headers.get("Content-Length")
+    return {} if length is None else {"Content-Length": length}
+
+
 def _error(replica: Replica, status: int, body: bytes) -> FastDeployError:
     """Return the error that an API server answered."""
     try:
@@ -122,11 +161,15 @@ def _error(replica: Replica, status: int, body: bytes) -> FastDeployError:
     return from_wire(code, f"replica {replica.name}: {message}", {})
 
 
-async def _first_path(replica: Replica, lines: AsyncIterator[str]) -> str:
-    """Return the path in the first of the ``lines`` of an answer to SPOOL. The answer goes on."""
+async def _first_path(replica: Replica, pieces: AsyncIterator[bytes]) -> str:
+    """Return the path in the first line of an answer to SPOOL. The answer goes on."""
+    line, ended = b"", False
+    while not ended and (piece := await anext(pieces, b"")):
+        line += piece
+        line, ended = line.split(b"\n", 1)[0], b"\n" in line
     try:
-        path: str = msgspec.json.decode(await anext(lines))["path"]
-    except (StopAsyncIteration, msgspec.DecodeError, TypeError, KeyError) as error:
+        path: str = msgspec.json.decode(line)["path"]
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise EngineDead(f"replica {replica.name}: {replica.placement.url} has not named its file") from error
     return path
 

@@ -68,13 +68,14 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 class Replica:
     """One engine of the fleet. placement: where it is. connector: to its engine. client: of its engine; another one
-    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router).
-    slots: choices in one batch. trust: the part of a session's prefix that is found there, from 0 to 1, as
-    measured. weight_epoch, version: of the weights that it serves, as of the last answered call. report: its last
-    answer to LeadArgs or FleetStateArgs. seen_revision: of the fleet's state at the last renewal of the lease; -1 =
-    none, or the state was changing. why: reason of the last loss, fence or failed join. drains: it shall get no new
-    requests, also when it joins again. changed(replica): called after each change of the state. lost(replica,
-    error): called when its engine is lost, after the change of the state and before its open requests fail."""
+    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router). slots:
+    choices in one batch. max_waiting: choices that may wait there, as of its last engine. trust: the part of a
+    session's prefix that is found there, from 0 to 1, as measured. weight_epoch, version: of the weights that it
+    serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. seen_revision: of the
+    fleet's state at the last renewal of the lease; -1 = none, or the state was changing. why: reason of the last loss,
+    fence or failed join. drains: it shall get no new requests, also when it joins again. changed(replica): called after
+    each change of the state. lost(replica, error): called when its engine is lost, after the change of the state and
+    before its open requests fail."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Replica:
         self.why = ""
         self.load = 0
         self.slots = 0
+        self.max_waiting = 0
         self.trust = 1.0
         self.weight_epoch = 0
         self.version = ""
@@ -155,7 +157,8 @@ class Replica:
 
         def connected() -> None:
             if life == self._life:  # else a late event of an old connection
-                self.slots, self.trust = self.client.model_info["max_num_seqs"], 1.0
+                info = self.client.model_info
+                self.slots, self.max_waiting, self.trust = info["max_num_seqs"], info["max_waiting"], 1.0
                 self.advance(ReplicaEvent.CONNECTED)
 
         def lost(error: EngineError) -> None:

@@ -70,11 +70,12 @@ FIELDS: dict[str, Callable[[Values], Any]] = {
     **dict.fromkeys(("requests_in_flight", "tokens_to_recompute", "requests_to_recompute"), _total),
     **dict.fromkeys(("freed_bytes", "requests", "output_token_count", "max_waiting", "max_num_seqs"), _total),
     **dict.fromkeys(("num_blocks", "standby_nbytes"), _total),
-    **dict.fromkeys(("elapsed_ms", "stage_ms", "age_s"), _highest),
+    **dict.fromkeys(("elapsed_ms", "stage_ms", "age_s", "past_adapter_epoch"), _highest),
     **dict.fromkeys(("copy", "read", "stage", "wait_for_step", "commit", "total"), _highest),  # of timings_ms
     **dict.fromkeys(("ttl_left_s", "lease_left_s", "max_model_len"), _lowest),
     **dict.fromkeys(("aborted_ids", "forced_ids", "slow_api_servers", "dropped_api_servers"), _union),
     **dict.fromkeys(("released", "still_held_by", "loads_aborted", "sessions_aborted", "asleep"), _union),
+    "adapters_unloaded": _union,
     **dict.fromkeys(("is_paused", "success", "in_memory", "streams"), all),
     **dict.fromkeys(("rejecting_new_requests", "known", "replaced"), any),
     **dict.fromkeys(("escalated_by", "session", "session_id"), _first_given),
@@ -143,13 +144,14 @@ def refusal(errors: Mapping[str, FastDeployError], replicas: list[dict[str, Any]
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Merge Prometheus expositions, by replica. Every sample gets a label ``replica``; HELP and TYPE come once."""
+    """Merge Prometheus expositions, by replica. Every sample gets a label ``replica``; HELP and TYPE come once. Only
+    "\\n" ends a line: the names of adapters may contain every other character that str.splitlines looks for."""
     heads: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}
     for name, text in texts.items():
         label = f'replica="{_escaped(name)}"'
         family = ""
-        for line in text.splitlines():
+        for line in text.split("\n"):
             if line.startswith(("# HELP ", "# TYPE ")):
                 _, kind, family, *_ = line.split(" ", 3)
                 heads.setdefault(family, {}).setdefault(kind, line)

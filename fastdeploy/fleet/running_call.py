@@ -15,6 +15,7 @@ from fastdeploy.fleet.plan import Plan
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.reports import refusal, replica_report, with_boot_id
 from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Step, Transaction, Vote
+from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 
 LATE_TIMER_S = 0.5  # a timer that comes later than this shows that this process was stopped, or its loop was blocked
@@ -23,9 +24,9 @@ STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROL
 
 
 class RunningCall:
-    """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". fence(replica, why): cuts a
-    replica off. ended(call): called once, before the call is answered. deposed(error): called if a replica is led by
-    another gateway; it ends this call.
+    """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". ending: the requests that the
+    call ends; withdrawn if the call fails. fence(replica, why): cuts a replica off. ended(call): called once,
+    before the call is answered. deposed(error): called if a replica is led by another gateway; it ends this call.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
@@ -35,6 +36,7 @@ class RunningCall:
         replicas: Sequence[Replica],
         config: FleetConfig,
         shows_replicas: bool,
+        ending: Ending,
         fence: Callable[[Replica, str], None],
         ended: Callable[[RunningCall], None],
         deposed: Callable[[NotLeader], None],
@@ -44,6 +46,7 @@ class RunningCall:
         self._replicas = {replica.name: replica for replica in replicas}
         self._config = config
         self._shows_replicas = shows_replicas
+        self._ending = ending
         self._fence = fence
         self._ended = ended
         self._deposed = deposed
@@ -218,7 +221,7 @@ class RunningCall:
             if not plan.results:
                 plan.failed()
                 raise refusal(self._forgiven, replicas, self._boot_id)
-            report = with_boot_id(plan.done(), self._boot_id)
+            report = self._ending.report(with_boot_id(plan.done(), self._boot_id))
         except FastDeployError as error:
             self._finish(error)
         else:
@@ -241,6 +244,8 @@ class RunningCall:
         if self._plan.rule is not Rule.READ:
             self._plan.state.changing -= 1
             self._plan.state.revision += 1
+        if isinstance(outcome, FastDeployError):
+            self._ending.withdraw()
         self._ended(self)
         if self.future.done():
             return

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
@@ -49,13 +50,23 @@ class FleetSession:
     source: WholeSource | None = None
 
 
+class FleetAdapter(NamedTuple):
+    """An adapter that all members have. args: of the load, whose source may be gone or have other tensors now. epoch:
+    the adapter epoch that serves. fingerprint: see AdapterInfo (core/runner.py)."""
+
+    args: LoadAdapterArgs
+    epoch: int
+    fingerprint: str
+
+
 @dataclass
 class FleetState:
     """The state that a replica must have before it may join. Changed by calls of fleet/control.py only, and built anew
     from the replicas when a gateway starts.
 
-    weight_epoch, version, fingerprint: of the weights that serve. source: the last whole source of these weights, which
-    may be gone. holds: by (scope, id). adapters: by name, with the adapter epoch that serves. asleep: tags.
+    weight_epoch, version, fingerprint, eos_token_ids: see ``committed``. source: the last whole source of the weights
+    that serve, which may be gone. holds: by (scope, id). adapters: by name. past_adapter_epoch: the highest number of
+    an adapter that is gone, or of a load that failed. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
     last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
     order: counts the calls that were sent. changes: counts the steps of calls that change the fleet. num_anonymous:
@@ -66,9 +77,11 @@ class FleetState:
     weight_epoch: int = 0
     version: str = ""
     fingerprint: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
     source: WholeSource | None = None
     holds: dict[tuple[str, str], FleetHold] = field(default_factory=dict)
-    adapters: dict[str, tuple[LoadAdapterArgs, int]] = field(default_factory=dict)
+    adapters: dict[str, FleetAdapter] = field(default_factory=dict)
+    past_adapter_epoch: int = 0
     asleep: tuple[str, ...] = ()
     revision: int = 0
     changing: int = 0
@@ -90,6 +103,16 @@ class FleetState:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    @property
+    def committed(self) -> CommittedState:
+        """All that the last commit has set, with the label of a later SetVersionArgs."""
+        return CommittedState(*(getattr(self, name) for name in CommittedState._fields))
+
+    @committed.setter
+    def committed(self, committed: CommittedState) -> None:
+        for name, value in committed._asdict().items():
+            setattr(self, name, value)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` is true. Looked at after each change of ``revision`` or ``changing``."""
         while not condition():
@@ -102,9 +125,10 @@ class FleetState:
 
     def replace(self, other: FleetState) -> None:
         """Take over the content of ``other``, in a new revision."""
-        self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
+        self.committed = other.committed
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
         self.asleep, self.boot_id, self.releasing = other.asleep, other.boot_id, []
+        self.note_past_adapter(other.past_adapter_epoch)
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
@@ -131,6 +155,20 @@ class FleetState:
         may have served with it."""
         self.last_epoch = max(self.last_epoch, self.weight_epoch) + 1
         return self.last_epoch
+
+    def next_adapter_epoch(self, name: str) -> int:
+        """Return a number for a load of an adapter, see ``next_epoch``."""
+        serving = self.adapters[name].epoch if name in self.adapters else 0
+        return max(serving, self.past_adapter_epoch) + 1
+
+    def note_past_adapter(self, adapter_epoch: int) -> None:
+        """Use no number up to ``adapter_epoch`` for a load any more."""
+        self.past_adapter_epoch = max(self.past_adapter_epoch, adapter_epoch)
+
+    def unload(self, name: str) -> None:
+        """Note that the adapter of this name, if there is one, is gone."""
+        if (entry := self.adapters.pop(name, None)) is not None:
+            self.note_past_adapter(entry.epoch)
 
     def open_session(self, session: FleetSession) -> None:
         self.sessions[session.id] = session

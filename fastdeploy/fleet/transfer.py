@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 class WeightTransfer:
     """Gives weights to a replica in a weight session, whose commit is refused unless the new weights have the
-    fingerprint of the fleet's weights. A file is used between two replicas of the gateway's host, HTTP between others.
-    """
+    fingerprint of the fleet's weights. The commit sets all else that a commit of the fleet has set. A file is used
+    between two replicas of the gateway's host, HTTP between others."""
 
     def __init__(self, hosts: RemoteHosts):
         self._hosts = hosts
@@ -54,10 +54,10 @@ class WeightTransfer:
         begin = m.BeginUpdateArgs(
             version=state.version, fingerprint=state.fingerprint, placed_by="fleet", ends_with_client=True
         )
-        epoch, session = state.weight_epoch, (await call(begin))["session_id"]
+        committed, session = state.committed, (await call(begin))["session_id"]
         try:
             await part(session)
-            await call(m.CommitUpdateArgs(session, weight_epoch=epoch))
+            await call(m.CommitUpdateArgs(session, **committed._asdict()))
         except BaseException:
             with contextlib.suppress(FastDeployError):
                 await call(m.AbortUpdateArgs(session))

@@ -17,6 +17,7 @@ from fastdeploy.core.errors import (
     WeightUpdateRefused,
 )
 from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.plan import Context, Plan, bounded
 from fastdeploy.fleet.reports import merge
@@ -196,12 +197,12 @@ class CommitPlan(SessionPlan[m.CommitUpdateArgs]):
         return self.stage_s() if step is Step.PREPARE else self.config.fence_after_s
 
     def judge(self, name: str, step: Step, result: dict[str, Any]) -> FastDeployError | None:
-        """All replicas must have the same new weights."""
+        """All replicas must have the same new weights, with the same EOS ids."""
         if step is Step.ROLLBACK:
             return None
-        label = tuple(result.get(field) for field in ("fingerprint", "version", "weight_epoch"))
-        if step is Step.PREPARE:
-            label = label[:1]
+        label: Any = (result["fingerprint"], result["eos_token_ids"])  # as the source names them
+        if step is Step.COMMIT:
+            label = CommittedState.of(result)
         if self._agreed.setdefault(step, label) == label:
             return None
         why = f"the new weights on {name} are not those of other replicas: {label}, not {self._agreed[step]}"
@@ -210,9 +211,8 @@ class CommitPlan(SessionPlan[m.CommitUpdateArgs]):
     def done(self) -> dict[str, Any]:
         report = super().done()
         state, session = self.state, self.session
-        state.weight_epoch, state.version = report["weight_epoch"], report["version"]
+        state.committed = CommittedState.of(report)
         state.last_epoch = max(state.last_epoch, state.weight_epoch)
-        state.fingerprint = report.get("fingerprint")
         state.source = self.whole_source()
         state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
@@ -314,10 +314,7 @@ class WeightInfoPlan(Plan[m.WeightInfoArgs]):
         return self.config.fence_after_s + (self.config.stage_timeout_s if self.args.checksums else 0.0)
 
     def done(self) -> dict[str, Any]:
-        labels = {
-            name: (result["version"], result["weight_epoch"], result["fingerprint"])
-            for name, result in self.results.items()
-        }
+        labels = {name: CommittedState.of(result) for name, result in self.results.items()}
         if len(set(labels.values())) > 1 and self.in_quorum and not self.state.changing:
             raise FleetCallFailed(f"the replicas do not serve the same weights: {labels}")
         report = super().done()

@@ -17,6 +17,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.adapter_export import adapter_export_router
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
 from fastdeploy.http.control.pause import control_router
@@ -48,7 +49,7 @@ ROUTERS = {
     "OpenAI": (completion_router, chat_router),
     "Control": (control_router,),
     "Weights": (weights_router, export_router),
-    "Adapters": (adapters_router,),
+    "Adapters": (adapters_router, adapter_export_router),
     "Operation": (health_router,),
     "Fleet": (fleet_router, spool_router),
     "vLLM": (vllm_router,),

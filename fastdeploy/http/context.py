@@ -17,9 +17,9 @@ from fastdeploy.client.pace import Pace
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
-from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
-from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
+from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidField, ModelNotFound
+from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields, part_id
+from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
@@ -111,23 +111,29 @@ class ServingContext:
         check_prompt_logprobs(most, sum(num_tokens for _, num_tokens in asked), prompt_field)
 
     def check_text(self, text: str, field: str) -> None:
-        """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
+        """Raise ContextLengthExceeded if ``text`` is longer than a full context of the longest tokens."""
         self.check_length(len(text), field)
 
     def check_length(self, characters: int, field: str) -> None:
-        """Raise InvalidField if a text of so many characters is longer than a full context of the longest tokens."""
+        """Raise ContextLengthExceeded if so many characters are more than a full context of the longest tokens has."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
         if characters > limit:
-            raise InvalidField(field, f"{characters} characters do not fit a context of {self.max_model_len} tokens")
+            asked = f"{characters} characters, more than so many tokens can have"
+            raise ContextLengthExceeded(field, self.max_model_len, asked)
 
     def check_prompt(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField unless ``ids`` is a valid prompt that leaves room for one token of output."""
+        """Raise InvalidField unless ``ids`` is a valid prompt, and ContextLengthExceeded unless the prompt leaves room
+        for one token of output."""
         if not ids:
             raise InvalidField(field, "expected at least one token")
-        limit = self.max_model_len
-        if len(ids) >= limit:
-            raise InvalidField(field, f"{len(ids)} tokens leave no room for output in a context of {limit} tokens")
+        self.check_room(len(ids), 1, field)
         self.check_vocabulary(ids, field)
+
+    def check_room(self, prompt_tokens: int, output_tokens: int, field: str) -> None:
+        """Raise ContextLengthExceeded, for ``field``, unless the prompt leaves room for so many tokens of output."""
+        if prompt_tokens + output_tokens > self.max_model_len:
+            asked = f"a prompt of {prompt_tokens} tokens, and room for at least {output_tokens} of output"
+            raise ContextLengthExceeded(field, self.max_model_len, asked)
 
     def check_vocabulary(self, ids: list[int], field: str) -> None:
         """Raise InvalidField for an id outside of the vocabulary. ``ids`` must not be empty."""
@@ -150,27 +156,36 @@ class ServingContext:
         left = self.max_model_len - prompt_tokens
         if wanted is not None and wanted < 1:
             raise InvalidField(field, f"expected an integer >= 1, got {wanted}")
+        if body.min_tokens and (wanted is None or body.min_tokens <= wanted):
+            self.check_room(prompt_tokens, body.min_tokens, "min_tokens")
         given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
         return SamplingParams(
             max_tokens=min(left if wanted is None else wanted, left),
             top_k=max(body.top_k or 0, 0),
-            seed=body.seed,
+            seed=None if body.seed == NO_SEED else body.seed,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
+            prompt_logprobs=body.prompt_logprobs_wanted(),
             logprobs_mode=body.logprobs_mode or self.config.logprobs_mode,
             **given,
         ).check()
 
-    def text_options(self, body: GenerationBody) -> TextOptions:
+    def text_options(self, body: GenerationBody, prompt_only: bool = False) -> TextOptions:
+        """Return the checked options of the choices. prompt_only: see TextOptions."""
         stops = stop_strings(body.stop, "stop")
         if stops:
             self.require_tokenizer("stop")
+        if stops and body.detokenize is False:
+            raise InvalidField(
+                "stop", "expected no stop strings with detokenize false: they are looked for in the text"
+            )
         return TextOptions(
             stops=stops,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             min_tokens=body.min_tokens or 0,
+            prompt_only=prompt_only,
+            detokenize=body.detokenize is not False,
         )
 
 
@@ -198,7 +213,7 @@ def generation_request(
         raise InvalidField("request_id", "expected one with retain_s: clients ask for the retained result by this id")
     request_id = body.request_id or f"{id_prefix}-{uuid.uuid4().hex}"
     several = len(prompts) > 1
-    ids = [f"{request_id}-{i}" for i in range(len(prompts))] if several else [request_id]
+    ids = [part_id(request_id, i) for i in range(len(prompts))] if several else [request_id]
     group = request_id if several else ""
     retained_as = fingerprint(body) if fields.retain_s else ""
     adapters = [adapter] * len(prompts)

@@ -20,7 +20,9 @@ from fastdeploy.inter_communicator.weight_calls import (
     CheckUpdateArgs,
     CommitUpdateArgs,
     EndLoadArgs,
+    ExportAdapterArgs,
     LoadAdapterArgs,
+    LookUpAdapterArgs,
     UnloadAdapterArgs,
     UpdateChunkArgs,
     UpdateWeightsArgs,
@@ -96,8 +98,11 @@ class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """End requests with reason "abort" and the tokens that they have. One of the three fields must be given. lora_name:
-    all requests of this adapter. While a gateway leads, another connection ends only its own requests, by their ids;
-    those of others count as not found."""
+    all requests of this adapter. A name that nobody knows has none, and is reported like an unknown id: a trainer may
+    abort before it loads the name for the first time. While a gateway leads, another connection ends only its own
+    requests, by their ids; those of others count as not found.
+
+    Reply: {"aborted": [{"request_id", "output_token_count"}], "not_found": [ids, or the name of the adapter]}."""
 
     request_ids: list[str] | None = None
     abort_all: bool = False
@@ -105,17 +110,19 @@ class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Give the weights that serve another label, which later tokens carry. weight_epoch: also another number, not below
-    that of now, for an engine that joins a fleet with the fleet's weights; then new requests find no prefix that was
-    cached before. Nothing else changes."""
+    """Give the weights that serve another label, which later tokens carry. Nothing else changes.
+
+    Two fields are for an engine that joins a fleet and has the fleet's tensors. weight_epoch: also another number, not
+    below that of now; then new requests find no prefix that was cached before. eos_token_ids: also other EOS ids."""
 
     version: str
     weight_epoch: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
 
 
 class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Abort all requests, release anonymous holds, end the open session and clear the KV, for a trainer that starts
-    again. version: new label of the weights."""
+    """Abort all requests, release anonymous holds, end the open session and all loads of adapters, unload all adapters
+    and clear the KV, for a trainer that starts again. version: new label of the weights."""
 
     version: str | None = None
 
@@ -156,9 +163,10 @@ class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "dtype": of the
-    weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}. checksums: reply
-    also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
+    """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "eos_token_ids",
+    "dtype": of the weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}.
+    checksums: reply also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of
+    them}."""
 
     checksums: bool = False
 
@@ -175,28 +183,31 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused
     with NotLeader, which shows the term that is in force, if a higher term has led, if this term is another
-    controller's, or if the lease of another controller still runs on a live connection. Reply: that of
+    controller's, or if the lease of another controller still runs on a live connection. past_adapter_epoch: as in
+    FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. Reply: that of
     FleetStateArgs."""
 
     fleet: str
     controller: str
     term: int
     lease_s: float
+    past_adapter_epoch: int = 0
 
 
 class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
-    "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
-    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "adapter_copies": {name: folder on the
-    engine's host}, "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running", "waiting":
-    numbers of choices, "available_gpu_block_num", "max_num_seqs", "last_change": [term, number] of the last change
-    that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has led."""
+    the fields of CommittedState (core/served_weights.py), "phase", "is_paused", "rejecting_new_requests", "holds": [as
+    in PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to
+    this number is given to a name that is not loaded, "prepared_loads": [names], "asleep": [tags], "session": as in
+    WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs", "last_change":
+    [term, number] of the last change that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has
+    led."""
 
 
 class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Write the weights that serve to a new file in the upload folder, as safetensors with the names and types of a
-    checkpoint, beside the steps. Reply: {"path", "nbytes", version, weight_epoch, "fingerprint"}. The caller
-    deletes the file. UpdateInProgress if a commit changed the weights meanwhile."""
+    checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller deletes the
+    file. UpdateInProgress if a commit changed the weights meanwhile."""
 
     timeout_s: float | None = None
 
@@ -227,7 +238,7 @@ PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
 WeightCall = (
     UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
 )
-AdapterCall = LoadAdapterArgs | EndLoadArgs | UnloadAdapterArgs | AdaptersArgs
+AdapterCall = LoadAdapterArgs | LookUpAdapterArgs | EndLoadArgs | UnloadAdapterArgs | AdaptersArgs | ExportAdapterArgs
 StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
 InfoCall = WeightInfoArgs | ModelInfoArgs | MetricsArgs | EventsArgs
 FleetCall = LeadArgs | FleetStateArgs | ExportWeightsArgs | RetainedArgs
@@ -265,9 +276,10 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one choice. The last Output of a choice, and no other, has a ``finish_reason``.
 
     logprobs: empty unless asked for, else one per token. spans: labels of token_ids; positions count from the choice's
-    first output token. finish_reason: stop|length|abort|error.
-    stop_reason: the stop token id that ended the choice, "deadline", "queue_timeout", or "non_finite_logits" for an
-    error of this choice alone; else None.
+    first output token. finish_reason: stop|length|abort|error. The last token of an output that ends with "stop" is the
+    EOS or stop id; one without a token ends a choice in which the client found a stop string.
+    stop_reason: the stop token id that ended the choice, "deadline", "queue_timeout", "adapter_unloaded" (in a fleet),
+    or "non_finite_logits" for an error of this choice alone; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, if asked for (choice 0 only).
     cached_tokens: tokens of the prompt's prefix hit, sent with the first output.
     message: cause of an abort or error. For an abort before the first token it starts with "Abort before prefill".

@@ -162,6 +162,9 @@ class RemoteRunner:
     def refresh_standby(self) -> None:
         self.ask_beside(m.RefreshStandby(), _decoder(type(None)))
 
+    def check_adapter(self, config: bytes) -> None:
+        self.ask_beside(m.CheckAdapter(config), _decoder(type(None)))
+
     def begin_adapter(self) -> RemoteAdapterStaging:
         return RemoteAdapterStaging(self)
 

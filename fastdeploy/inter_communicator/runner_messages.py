@@ -151,6 +151,12 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
     staging: int
 
 
+class CheckAdapter(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.check_adapter``."""
+
+    config: bytes
+
+
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """``Runner.begin_adapter``, ``AdapterStaging.read`` and ``finish``. Answered by a StagedAdapter. The adapter stays
     with the runner until CommitAdapter or DiscardAdapter."""
@@ -218,4 +224,4 @@ StepReply = Tick | Done | Failed
 AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
 SleepCall = BeginSleep | Sleep | BeginWake | Wake | AbandonMove
 StepCall = Execute | Info | HasWeights | WeightFacts | BeginUpdate | Commit | AdapterCall | SleepCall | Close
-BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums | Export | RunMove
+BesideCall = AddSource | Finish | Abandon | RefreshStandby | CheckAdapter | ReadAdapter | Checksums | Export | RunMove

@@ -160,6 +160,8 @@ class RunnerServer:
             case m.Abandon(number):
                 self._stagings.pop(number).abandon()
                 self._staged.pop(number, None)
+            case m.CheckAdapter(config):
+                runner.check_adapter(config)
             case m.ReadAdapter(path):
                 adapter = runner.begin_adapter()
                 info = adapter.read(path)

@@ -118,9 +118,12 @@ class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
     there is none. version, kv, fingerprint: replace those of begin. weight_epoch: number of the new weights, above that
-    of the weights that serve (VersionConflict otherwise); None = the next one.
+    of the weights that serve (VersionConflict otherwise); None = the next one. eos_token_ids: of the new weights,
+    whatever their source names; None = those that the source names, or else those of now. So a replica that joins a
+    fleet gets every field of CommittedState (core/served_weights.py) in its commit.
 
-    prepare: make every check of the commit, and swap nothing. Reply: {"session_id", "fingerprint"}. Afterwards the
+    prepare: make every check of the commit, and swap nothing. Reply: {"session_id", "fingerprint", "eos_token_ids":
+    those that the source names, or null}. Afterwards the
     session takes a commit, which no check of the weights can refuse any more, also after a new label of those that
     serve. Or it takes an abort, or another prepare, which renews its lease. A commit with a bad field leaves it
     prepared."""
@@ -131,6 +134,7 @@ class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
     placed_by: str = ""
     fingerprint: str | None = None
     weight_epoch: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
     prepare: bool = False
 
 
@@ -147,11 +151,14 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     source: a PEFT folder, or the tensors alone (adapter_model.safetensors) in a file or shared memory. config: the
     content of adapter_config.json, for a source that is not a folder. path: the origin to show in /v1/models.
     version: label of the adapter (None = made from its epoch). kv: keep or recompute the KV of requests in flight,
-    when an adapter is replaced. replace: False = AdapterLoaded if the name is known.
-    timeout_s: seconds that the copy of the source may take, and again for reading and checking the copy (None =
-    --stage-timeout-s); StagingTimeout after that. prepare: load everything and swap nothing; EndLoadArgs follows. Reply
-    then: {"lora_name", "status": "prepared"}. A prepared load that is not ended within its lease_s of 60 s is
-    forgotten."""
+    when an adapter is replaced. replace: False = AdapterLoaded if the name is known, unless the load is from
+    the folder that the adapter came from, by its path.
+    timeout_s: seconds that the whole load may take, with the time that it waits for other loads (None =
+    --stage-timeout-s); StagingTimeout after that. fingerprint: the load is refused unless the adapter has it. Such a
+    load may read the copy of another engine. prepare: load everything and swap nothing; EndLoadArgs follows. Reply
+    then: {"lora_name", "status": "prepared", "fingerprint"}. A prepared load that is not ended within timeout_s and
+    60 s more is forgotten. lookup: load the folder of this name in --adapter-root; ``source`` and ``path`` do not
+    count. ModelNotFound if it is not there. No route sets it."""
 
     lora_name: str
     source: WholeSource
@@ -162,12 +169,23 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     replace: bool = True
     timeout_s: float | None = None
     prepare: bool = False
+    fingerprint: str | None = None
+    lookup: bool = False
+
+
+class LookUpAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+    """Ask whether --adapter-root has a folder of this name. Reply: {"lora_name", "path"}, or ModelNotFound. Changes
+    nothing, so a gateway asks this before a load with ``lookup``."""
+
+    lora_name: str
 
 
 class EndLoadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Finish a load that was made with ``prepare``: swap the adapter in between two steps (commit), or forget the load.
-    adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one. WrongOrder if no
-    load of this name is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}."""
+    adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one, or, for a name
+    that is not loaded, a number above those of all adapters that were unloaded. A commit raises WrongOrder if no load
+    of this name is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}, also if there was
+    none any more."""
 
     lora_name: str
     commit: bool
@@ -182,5 +200,13 @@ class UnloadAdapterArgs(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
-    """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version", "path",
-    "rank", "nbytes", "in_memory", "requests"]}."""
+    """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version",
+    "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes", "in_memory", "requests"]}."""
+
+
+class ExportAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+    """Tell where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
+    unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
+    unknown name."""
+
+    lora_name: str

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.inter_communicator.connection_limit import ConnectionLimit
 from fastdeploy.inter_communicator.encoding import encode
 from fastdeploy.inter_communicator.fleet_key import guard_client, guard_engine, require_fleet_key
 from fastdeploy.inter_communicator.messages import Call, Malformed, ToClient, ToEngine
@@ -31,6 +32,7 @@ RECONNECT_MS = 50  # over a unix socket
 # Over TCP each connection tries once. Without any reconnecting (-1) a send would block after a failure.
 NEVER_MS = 24 * 3600 * 1000
 CONNECT_S = 5.0  # for a TCP connection and its handshake
+HANDSHAKE_S = 5.0  # at the engine: a connection without the fleet key is closed after this time at the latest
 RETRY_S = 1.0  # a TCP connection that cannot be made ends no sooner
 # A peer that does not answer a ping for so long is gone, also if its host vanished without a word.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 8000
@@ -58,6 +60,7 @@ class ZmqRouterTransport:
         self._context = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._limit: ConnectionLimit | None = None
         try:
             self._socket.bind(endpoint)
             self.fleet_endpoint = self._listen_for_gateways(fleet_endpoint, secret)
@@ -78,7 +81,9 @@ class ZmqRouterTransport:
             assert secret is not None
             guard_engine(self._socket, secret)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_NETWORK_BYTES)
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
             _set_tcp_options(self._socket, endpoint)
+            self._limit = ConnectionLimit(self._context, self._socket)
         self._socket.bind(endpoint)
         real: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         return real.rstrip(b"\0").decode()
@@ -121,6 +126,9 @@ class ZmqRouterTransport:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
+            self._limit = None
         self._socket.close()
         self._context.term()
 

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from fastdeploy.core.fingerprint import Fingerprint, fingerprint, over_all
 from fastdeploy.core.safe_files import Folder
 from fastdeploy.core.serving_dtype import fits, in_dtype
-from fastdeploy.model_executor.lora_config import CONFIG, LoraSetting, Modules, read_lora_config
+from fastdeploy.core.weight_source import ADAPTER_CONFIG, ADAPTER_TENSORS
+from fastdeploy.model_executor.lora_config import (
+    LoraSetting,
+    Modules,
+    check_expressions,
+    read_lora_config,
+    refuse_field,
+)
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import LoraPart, Ops, PackedAdapter, PackedLora
 from fastdeploy.model_executor.parameters import Parameter
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, refuse_file, refuse_tensor
 
-TENSORS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 
 
 class Adapter(NamedTuple):
-    """A packed adapter. rank: the largest of its modules."""
+    """A packed adapter. rank: the largest of its modules. fingerprint: see ``AdapterInfo`` (core/runner.py)."""
 
     packed: PackedAdapter
     rank: int
+    fingerprint: str
 
 
 def read_adapter(path: str, model: Model, max_rank: int) -> Adapter:
@@ -38,29 +47,53 @@ def read_adapter(path: str, model: Model, max_rank: int) -> Adapter:
     with folder, SafetensorsReader() as reader:
         config = _read_config(folder)
         try:
-            fd = folder.open(TENSORS)
+            fd = folder.open(ADAPTER_TENSORS)
         except OSError as error:
-            raise refuse_file(TENSORS, f"cannot be opened: {error.strerror}") from error
-        reader.add_file(TENSORS, fd)
+            raise refuse_file(ADAPTER_TENSORS, f"cannot be opened: {error.strerror}") from error
+        reader.add_file(ADAPTER_TENSORS, fd)
         if "target_modules" in config and config["target_modules"] is None:
             config["target_modules"] = _modules_with_tensors(reader)
         settings = read_lora_config(config, _modules(model), max_rank)
         _check(reader, _expected_shapes(model, settings), _base_copies(model, settings))
+        tensors = _Tensors(model.ops, reader)
         loras = {
-            parameter.key: _pack(model.ops, parameter, settings, reader)
+            parameter.key: _pack(model.ops, parameter, settings, tensors)
             for parameter in model.adaptable
             if any(_module(name) in settings for name in parameter.weights)
         }
-    return Adapter(model.assemble_adapter(loras), max(setting.rank for setting in settings.values()))
+    rank = max(setting.rank for setting in settings.values())
+    return Adapter(model.assemble_adapter(loras), rank, _fingerprint(tensors.fingerprints, settings))
+
+
+def check_config(config: bytes, model: Model) -> None:
+    """Check the fields and the regular expressions of an adapter_config.json before its tensors are there. Raises
+    WeightUpdateRefused, which names the field."""
+    fields = _parse_config(config)
+    if "target_modules" in fields and fields["target_modules"] is None:  # the tensors tell them
+        fields["target_modules"] = []
+    check_expressions(fields, _modules(model))
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(folder.read(CONFIG, MAX_CONFIG_BYTES), type=dict[str, Any])
+        return _parse_config(folder.read(ADAPTER_CONFIG, MAX_CONFIG_BYTES))
     except OSError as error:
-        raise refuse_file(CONFIG, f"cannot be read: {error.strerror}") from error
+        raise refuse_file(ADAPTER_CONFIG, f"cannot be read: {error.strerror}") from error
+
+
+def _parse_config(data: bytes) -> dict[str, Any]:
+    try:
+        parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise refuse_file(CONFIG, f"is not as expected: {error}") from error
+        raise refuse_file(ADAPTER_CONFIG, f"is not as expected: {error}") from error
+    return {field: _parse_field(field, part) for field, part in parts.items()}
+
+
+def _parse_field(field: str, part: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(part)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise refuse_field(field, f"is not as expected: {error}") from error
 
 
 def _modules_with_tensors(reader: SafetensorsReader) -> list[str]:
@@ -113,26 +146,43 @@ def _check(
     """Check all that the header tells, before a tensor is read. copies: tensors that may be there and are not read."""
     for name in reader.entries:
         if name not in expected and name not in copies:
-            raise refuse_tensor(name, f"in {TENSORS} belongs to no module that {CONFIG} targets")
+            raise refuse_tensor(name, f"in {ADAPTER_TENSORS} belongs to no module that {ADAPTER_CONFIG} targets")
     reader.check({**expected, **copies})
     for name in expected:
         if name not in reader.entries:
-            raise refuse_tensor(name, f"is missing in {TENSORS}: {CONFIG} targets its module")
+            raise refuse_tensor(name, f"is missing in {ADAPTER_TENSORS}: {ADAPTER_CONFIG} targets its module")
 
 
-def _pack(ops: Ops, parameter: Parameter, settings: Mapping[str, LoraSetting], reader: SafetensorsReader) -> PackedLora:
+class _Tensors:
+    """The tensors of an adapter. fingerprints: of those that were read."""
+
+    def __init__(self, ops: Ops, reader: SafetensorsReader):
+        self._ops, self._reader = ops, reader
+        self.fingerprints: dict[str, Fingerprint] = {}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor in the serving dtype. Raises WeightUpdateRefused."""
+        array = self._reader.read(name)
+        if not fits(array, self._ops.dtype):
+            raise refuse_tensor(name, f"of {ADAPTER_TENSORS} has values too large for {self._ops.dtype}")
+        values = np.ascontiguousarray(in_dtype(array, self._ops.dtype))
+        self.fingerprints[name] = fingerprint(values)
+        return values
+
+
+def _fingerprint(tensors: Mapping[str, Fingerprint], settings: Mapping[str, LoraSetting]) -> str:
+    """Return the fingerprint of an adapter: the sha256, in hex, of the line of all tensors (``over_all``), and the
+    lines "module:rank:scaling", sorted by module."""
+    of_modules = (f"{module}:{settings[module].rank}:{settings[module].scaling!r}\n" for module in sorted(settings))
+    return hashlib.sha256(f"{over_all(tensors)}\n{''.join(of_modules)}".encode()).hexdigest()
+
+
+def _pack(ops: Ops, parameter: Parameter, settings: Mapping[str, LoraSetting], tensors: _Tensors) -> PackedLora:
     """Read and pack the adapters of the projections that one linear stacks."""
     parts = [
-        LoraPart(_read(ops, reader, _a(weight)), _read(ops, reader, _b(weight)), settings[_module(weight)].scaling)
+        LoraPart(tensors.read(_a(weight)), tensors.read(_b(weight)), settings[_module(weight)].scaling)
         if _module(weight) in settings
         else None
         for weight in parameter.weights
     ]
     return ops.pack_lora(parts, parameter.rows, parameter.columns)
-
-
-def _read(ops: Ops, reader: SafetensorsReader, name: str) -> np.ndarray:
-    array = reader.read(name)
-    if not fits(array, ops.dtype):
-        raise refuse_tensor(name, f"of {TENSORS} has values too large for {ops.dtype}")
-    return np.ascontiguousarray(in_dtype(array, ops.dtype))

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-import reprlib
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.errors import WeightUpdateRefused, shown
+from fastdeploy.core.weight_source import ADAPTER_CONFIG
 from fastdeploy.model_executor import pattern_process
 
-CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-# Of the process that matches the expressions of a config. 900 of them with 900 names take about 1 s.
-MAX_CPU_S, TIMEOUT_S = 5, 120.0
+# Of the process that matches the expressions of a config. 900 of them with 900 names take about 0.15 s.
+MAX_CPU_S, TIMEOUT_S = 1, 20.0
 ANY_LAYER = r".*?\.[^.]*"
 
 Rank = Annotated[int, Meta(ge=1, le=65536)]
@@ -116,15 +116,22 @@ class _Hit(NamedTuple):
 _Hits = Mapping[str, Mapping[str, _Hit]]
 
 
+class _Refused(NamedTuple):
+    """The refusal of expressions, which is remembered as their hits are."""
+
+    field: str
+    why: str
+
+
 def refuse_field(field: str, why: str) -> WeightUpdateRefused:
-    return WeightUpdateRefused(f"{CONFIG}: {field}: {why}", file=CONFIG, key=field)
+    return WeightUpdateRefused(f"{ADAPTER_CONFIG}: {field}: {why}", file=ADAPTER_CONFIG, key=field)
 
 
 def read_lora_config(raw: Mapping[str, Any], modules: Modules, max_rank: int) -> dict[str, LoraSetting]:
     """Return the adapted modules, in the order of ``modules``. raw: the parsed file. max_rank: the largest rank that is
     accepted. Starts a process if the config has regular expressions; a config that was seen lately needs none."""
     fields = _read_fields(raw)
-    hits = _match(_patterns(fields), (*modules.linears, *modules.others))
+    hits = _hits(fields, modules)
     for name in modules.others:
         if _is_target(name, fields, modules, hits):
             raise refuse_field("target_modules", f"{name} is targeted, expected linear modules only")
@@ -133,7 +140,7 @@ def read_lora_config(raw: Mapping[str, Any], modules: Modules, max_rank: int) ->
     }
     if not settings:
         raise refuse_field(
-            "target_modules", f"expected at least one linear of the model, got {_short(raw['target_modules'])}"
+            "target_modules", f"expected at least one linear of the model, got {shown(raw['target_modules'])}"
         )
     for name, setting in settings.items():
         if setting.rank > max_rank:
@@ -142,14 +149,20 @@ def read_lora_config(raw: Mapping[str, Any], modules: Modules, max_rank: int) ->
     return settings
 
 
+def check_expressions(raw: Mapping[str, Any], modules: Modules) -> None:
+    """Raise the error of :func:`read_lora_config` if a field or a regular expression of the config is refused. After
+    that the same config is read without a process. May be called on many threads, beside the packing of adapters."""
+    _hits(_read_fields(raw), modules)
+
+
 def _read_fields(raw: Mapping[str, Any]) -> _Fields:
     for field, value in raw.items():
         if field in SUPPORTED:
             if not any(value == one and type(value) is type(one) for one in SUPPORTED[field]):
                 expected = " or ".join(json.dumps(one) for one in SUPPORTED[field])
-                raise refuse_field(field, f"{_short(value)} is not supported, expected {expected}")
+                raise refuse_field(field, f"{shown(value)} is not supported, expected {expected}")
         elif field not in IGNORED and field not in _Fields.__struct_fields__:
-            raise refuse_field(field, f"is not a known field, got {_short(value)}")
+            raise refuse_field(field, f"is not a known field, got {shown(value)}")
     given = {field: raw[field] for field in _Fields.__struct_fields__ if field in raw}
     if "target_modules" not in given:
         raise refuse_field("target_modules", f"is missing, expected a list, a regular expression or {ALL_LINEAR!r}")
@@ -158,7 +171,7 @@ def _read_fields(raw: Mapping[str, Any]) -> _Fields:
     except msgspec.ValidationError as error:
         expected, _, path = str(error).rpartition(" - at `$.")
         field = re.split(r"\W", path, maxsplit=1)[0]
-        raise refuse_field(field, f"{expected.lower()}, got {_short(given[field])}") from error
+        raise refuse_field(field, f"{expected.lower()}, got {shown(given[field])}") from error
     if isinstance(fields.target_modules, str) and fields.layers_to_transform is not None:
         raise refuse_field("layers_to_transform", "expected null where target_modules is a string")
     if fields.layers_pattern and fields.layers_to_transform is None:
@@ -228,32 +241,41 @@ def _layer_patterns(fields: _Fields) -> tuple[str, ...]:
     return tuple(rf"{one}\.(?P<idx>\d+)\." for one in before)
 
 
+def _hits(fields: _Fields, modules: Modules) -> _Hits:
+    """Return the names that match. Raises WeightUpdateRefused."""
+    hits = _match(_patterns(fields), (*modules.linears, *modules.others))
+    if isinstance(hits, _Refused):
+        raise refuse_field(*hits)
+    return hits
+
+
 @functools.lru_cache(maxsize=64)  # the adapters of one trainer have the same config
-def _match(patterns: tuple[_Patterns, ...], names: tuple[str, ...]) -> _Hits:
-    """Match the expressions with all names, in another process (see pattern_process.py)."""
+def _match(patterns: tuple[_Patterns, ...], names: tuple[str, ...]) -> _Hits | _Refused:
+    """Match the expressions with all names, in another process (see pattern_process.py). Raises WeightUpdateRefused,
+    which is not remembered, where the reason may lie with this machine."""
     used = [one for one in patterns if one.expressions]
     found: dict[str, dict[str, _Hit]] = {one.field: {} for one in patterns}
     if not used:
         return found
     task = json.dumps({"names": names, "patterns": [one[1:] for one in used], "cpu_s": MAX_CPU_S})
     command = [sys.executable, "-I", "-S", str(Path(pattern_process.__file__))]
+    refused = _Refused(
+        ", ".join(one.field for one in used),
+        f"a regular expression takes more than {MAX_CPU_S} s or too much memory to match",
+    )
     try:
-        done = subprocess.run(command, input=task.encode(), capture_output=True, timeout=TIMEOUT_S, check=True)
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        why = f"a regular expression takes more than {MAX_CPU_S} s or too much memory to match"
-        raise refuse_field(", ".join(one.field for one in used), why) from error
+        done = subprocess.run(command, input=task.encode(), capture_output=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise refuse_field(*refused) from error
+    if done.returncode == -signal.SIGKILL:  # not by the limit, but perhaps since the machine has no memory
+        raise refuse_field(*refused)
+    if done.returncode != 0:
+        return refused
     result = json.loads(done.stdout)
     if "bad" in result:
         at, number = result["bad"]
-        expression = _short(used[at].expressions[number])
-        raise refuse_field(used[at].field, f"{expression} is not a regular expression: {result['why']}")
+        expression = shown(used[at].expressions[number])
+        return _Refused(used[at].field, f"{expression} is not a regular expression: {result['why']}")
     for one, hits in zip(used, result["hits"], strict=True):
         found[one.field] = {name: _Hit(*hit) for name, hit in hits.items()}
     return found
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message. Of a long or deeply nested one, parts are left out."""
-    shown = reprlib.Repr()
-    shown.maxstring = 200
-    return shown.repr(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, shown
 
 MAX_COUNT = 2**31 - 1
 MAX_NUMBER = 1e15
@@ -53,7 +53,7 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if raw.get("quantization_config"):
         raise InvalidField("quantization_config", "quantised checkpoints are not supported")
     if raw.get("hidden_act", "silu") != "silu":
-        raise InvalidField("hidden_act", f"only silu is supported, got {raw['hidden_act']!r}")
+        raise InvalidField("hidden_act", f"only silu is supported, got {shown(raw['hidden_act'])}")
     heads, hidden = count(raw, "num_attention_heads"), count(raw, "hidden_size")
     kv_heads = heads if raw.get("num_key_value_heads", 0) is None else count(raw, "num_key_value_heads")
     if heads % kv_heads:
@@ -63,7 +63,7 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         raise InvalidField("head_dim", f"expected an even number (rotary pairs) up to 512, got {head_dim}")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise InvalidField("torch_dtype", f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise InvalidField("torch_dtype", f"expected one of {', '.join(DTYPES)}, got {shown(dtype)}")
     in_generation = generation.get("eos_token_id")
     return ModelConfig(
         architecture=raw["architectures"][0],
@@ -95,11 +95,11 @@ def refuse_rope_scaling(raw: dict[str, Any], *allowed: str) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
-            raise InvalidField(key, f"expected an object or null, got {rope!r}")
+            raise InvalidField(key, f"expected an object or null, got {shown(rope)}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in (None, "default", *allowed):
             supported = " and ".join(("the default rotary embedding", *allowed))
-            raise InvalidField(key, f"only {supported} is supported, got {kind!r}")
+            raise InvalidField(key, f"only {supported} is supported, got {shown(kind)}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise InvalidField(f"{key}.partial_rotary_factor", "a partial rotary embedding is not supported")
 
@@ -116,7 +116,7 @@ def eos_ids(value: Any) -> tuple[int, ...]:
     """Return the token ids of the key eos_token_id: of an id, a list of them, or null. Raises InvalidField."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in ids):
-        raise InvalidField("eos_token_id", f"expected a token id or a list of them, got {value!r}")
+        raise InvalidField("eos_token_id", f"expected a token id or a list of them, got {shown(value)}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -146,5 +146,5 @@ def flag(raw: dict[str, Any], key: str) -> bool:
 
 
 def _invalid(raw: dict[str, Any], key: str, where: str, expected: str) -> InvalidField:
-    message = f"expected {expected}, got {raw[key]!r}" if key in raw else "is missing"
+    message = f"expected {expected}, got {shown(raw[key])}" if key in raw else "is missing"
     return InvalidField(f"{where}.{key}" if where else key, message)

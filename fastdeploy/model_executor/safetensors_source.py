@@ -183,8 +183,14 @@ def header_length(head: bytes, size: int, file: str) -> int:
 
 
 def read_header(raw: bytes, file: str, fd: int = -1) -> dict[str, TensorEntry]:
-    """Return the tensors that the header ``raw`` of ``file`` describes."""
-    return {name: _located(name, entry, fd, file, 8 + len(raw)) for name, entry in _parse_header(raw, file).items()}
+    """Return the tensors that the header ``raw`` of ``file`` describes. No two of them share bytes."""
+    entries = {name: _located(name, entry, fd, file, 8 + len(raw)) for name, entry in _parse_header(raw, file).items()}
+    end = 0
+    for offset, nbytes, name in sorted((e.offset, e.nbytes, name) for name, e in entries.items() if e.nbytes):
+        if offset < end:
+            raise refuse_tensor(name, f"of {file} shares bytes with the tensor before it")
+        end = offset + nbytes
+    return entries
 
 
 def check_size(entries: Mapping[str, TensorEntry], size: int, file: str) -> None:

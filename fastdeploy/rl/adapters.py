@@ -17,11 +17,11 @@ from fastdeploy.rl.staleness import PublicationLedger
 
 
 class _Loads:
-    """The loads of one adapter name. lock: one load at a time."""
+    """The loads of one adapter name, until its unload. lock: one load at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: PublicationLedger) -> None:
         self.lock = asyncio.Lock()
-        self.ledger = PublicationLedger()
+        self.ledger = ledger
 
 
 class Adapters:
@@ -35,6 +35,7 @@ class Adapters:
         self._router = router
         self._holds = holds
         self._loads: dict[str, _Loads] = {}
+        self._unloaded = PublicationLedger()  # of all names that were unloaded, as if they were one
 
     def ledger(self, lora_name: str) -> PublicationLedger:
         """Return the loads of an adapter by this client, as publications. Empty for an unknown name."""
@@ -45,7 +46,7 @@ class Adapters:
         """Load an adapter on all replicas. upload: the call of /v1/adapters/load. Raises FleetError with a report per
         replica if a load failed, and HoldLost, before any load, if a hold of this client on the engine or on this
         adapter had ended."""
-        loads = self._loads.setdefault(lora_name, _Loads())
+        loads = self._loads.setdefault(lora_name, _Loads(self._unloaded.continued()))
         async with loads.lock:
             await self._holds.require_standing(CONFIRM_S, lora_name)
             number = loads.ledger.begin_publication()
@@ -73,19 +74,29 @@ class Adapters:
                 if not report.ok:
                     self._router.exclude_adapter(replica, lora_name)
 
+    def forget_all(self) -> None:
+        """Forget all loads: a reset unloads all adapters."""
+        for lora_name, loads in self._loads.items():
+            self._router.forget_adapter(lora_name)
+            self._unloaded.add_past(loads.ledger)
+        self._loads.clear()
+
     async def unload(self, lora_name: str, deadline_s: float) -> list[Report]:
         """Remove a name from all replicas. A replica that does not know the name counts as done. Raises ModelNotFound
         if no replica knows the name, and FleetError if a replica does not answer."""
         self._router.forget_adapter(lora_name)
+        newest = self._unloaded.newest = max(self._unloaded.newest, self.ledger(lora_name).newest)
         self._loads.pop(lora_name, None)
         unknown: list[ModelNotFound] = []
 
         async def unload(replica: Replica) -> dict[str, Any]:
             try:
-                return await replica.call("POST", "/v1/adapters/unload", deadline_s, json={"lora_name": lora_name})
+                done = await replica.call("POST", "/v1/adapters/unload", deadline_s, json={"lora_name": lora_name})
             except ModelNotFound as error:
                 unknown.append(error)
                 return {"lora_name": lora_name}
+            self._unloaded.record_commit(newest, replica.url, replica.boot_id, done["adapter_epoch"])
+            return done
 
         reports = await fan_out(self._replicas, unload, deadline_s)
         if len(unknown) == len(self._replicas):

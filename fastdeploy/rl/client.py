@@ -329,9 +329,10 @@ class RolloutClient:
             return await self._adapters.load(lora_name, upload, deadline_s)
 
     async def unload_adapter(self, lora_name: str) -> list[Report]:
-        """Remove a name from all replicas at once. Its running requests finish on the weights that they have; a
-        generation that has to be continued after that fails with ModelNotFound. Raises ModelNotFound if no replica
-        knows the name."""
+        """Remove a name from all replicas at once. Its running requests finish on the weights that they have. A
+        generation that has to be continued after that ends with the tokens that it has (finish_reason "abort",
+        stop_reason "adapter_unloaded"), also if another adapter was loaded under the name. Raises ModelNotFound if no
+        replica knows the name."""
         return await self._adapters.unload(lora_name, self._control_s)
 
     # ------------------------------------------------------------------ memory
@@ -347,8 +348,10 @@ class RolloutClient:
         return reports
 
     async def reset(self, version: str | int | None = None) -> list[Report]:
-        """Abort all requests, drop anonymous holds and open weight sessions, clear the KV cache, set the version."""
+        """Abort all requests, drop anonymous holds and open weight sessions, unload all adapters, clear the KV cache,
+        set the version."""
         body = {} if version is None else {"version": str(version)}
+        self._adapters.forget_all()
         return await self._call_all("POST", "/v1/reset", "not all were reset", body)
 
     # ------------------------------------------------------------------ health

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.outputs import ADAPTER_UNLOADED, DEADLINE, QUEUE_TIMEOUT
+from fastdeploy.core.sampling_params import NO_SEED, SEED_BITS
 from fastdeploy.rl.errors import MalformedReply
 from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 
@@ -20,8 +22,8 @@ from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 OWN_FIELDS = frozenset(
     {"prompt", "messages", "model", "n", "stream", "stream_options", "request_id", "resumed_tokens", "echo"}
 )
-# Stop reasons of an abort that the caller asked for. A choice continues after every other abort.
-FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
+# A choice continues after an abort for every other reason.
+FINAL_ABORTS = frozenset({DEADLINE, QUEUE_TIMEOUT, ADAPTER_UNLOADED})
 MIN_DEADLINE_S = 0.001
 REST_OF_CONTEXT = 2**31 - 1  # a server reduces max_tokens to the rest of its context
 MAX_ID_CHARS = 448  # the server allows 512; the id of a later attempt is longer than the caller's
@@ -30,11 +32,12 @@ MAX_ID_CHARS = 448  # the server allows 512; the id of a later attempt is longer
 class RolloutRequest:
     """A generation that the caller asked for: one prompt, ``n`` choices. ``params`` are copied, never changed.
 
-    Without a seed, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer may fill the
-    rest of the context. eos_ids: an aborted choice whose last token is one of them is complete. lora_name: the adapter
-    that computes the answer.
+    Without a seed, or with -1, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer
+    may fill the rest of the context. eos_ids: an aborted choice whose last token is one of them is complete. lora_name:
+    the adapter that computes the answer.
 
-    prompt_logprobs: those of the prompt, which a server sends once for all choices; None until they have come.
+    prompt_logprobs: those of the prompt, which a server sends once for all choices; None until all have come.
+    adapter_loads: see Router.adapter_loads.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class RolloutRequest:
         self.prompt_ids = [int(token) for token in prompt_ids]
         self.params = {k: v for k, v in params.items() if v is not None or k == "logprobs"}
         self.params.setdefault("logprobs", 0)
-        self.params.setdefault("seed", random.getrandbits(63))
+        if self.params.get("seed", NO_SEED) == NO_SEED:
+            self.params["seed"] = random.getrandbits(SEED_BITS)
         self.seed: int = self.params["seed"]
         self.first_choice: int = self.params.pop("first_choice", 0)
         self.max_tokens: int | None = self.params.get("max_tokens")
@@ -67,6 +71,7 @@ class RolloutRequest:
         self.request_id = request_id
         self.lora_name = lora_name
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.adapter_loads: object | None = None
         self._restarts = 0
         self._end_ids = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
@@ -77,6 +82,17 @@ class RolloutRequest:
         ids (retain_s)."""
         self._restarts += 1
         self.prompt_logprobs = None
+
+    def add_prompt_logprobs(self, entries: Sequence[Any], began: bool) -> None:
+        """Take the logprobs of the prompt from a reply, whose prompt may end with tokens of an earlier attempt. A part
+        of them is dropped, since the next attempt asks for them again. began: the reply has a token, so that all must
+        be there. Raises MalformedReply if they are not."""
+        count = len(self.prompt_ids)
+        if len(entries) < count:
+            if began:
+                raise MalformedReply(f"expected logprobs of {count} prompt tokens, got {len(entries)}")
+        elif self.prompt_logprobs is None:
+            self.prompt_logprobs = [e and {int(t): logprob for t, logprob in e.items()} for e in entries[:count]]
 
     def body(self, choices: Sequence[PartialRollout]) -> dict[str, Any]:
         """Return the request body of an attempt that ``choices`` have begun. They are the whole group without a token
@@ -157,7 +173,8 @@ class PartialRollout:
 
     def add_output(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
         """Add what one event of a stream says of this choice. Raises MalformedReply if tokens and logprobs do not
-        match, or if there are more tokens than max_tokens."""
+        match, if there are more tokens than max_tokens, or if a token came with fewer logprobs of the prompt than the
+        prompt has tokens."""
         ids = choice.get("token_ids") or []
         self._add_logprobs(ids, choice.get("logprobs"))
         # The text of an attempt includes that of the resumed tokens: a stop string may span two attempts.
@@ -167,9 +184,8 @@ class PartialRollout:
         if self.request.max_tokens is not None and len(self.token_ids) > self.request.max_tokens:
             raise MalformedReply(f"expected at most {self.request.max_tokens} tokens, got {len(self.token_ids)}")
         self._add_spans(choice.get("weight_versions") or [], boot_id)
-        if choice.get("prompt_logprobs") is not None and self.request.prompt_logprobs is None:
-            entries = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
-            self.request.prompt_logprobs = [e and {int(t): logprob for t, logprob in e.items()} for e in entries]
+        if choice.get("prompt_logprobs") is not None:
+            self.request.add_prompt_logprobs(choice["prompt_logprobs"], bool(ids))
         if choice.get("num_preempted") is not None:
             self.num_preempted = self._preempted_before + choice["num_preempted"]
         reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
@@ -223,6 +239,10 @@ class PartialRollout:
             self.finish_reason = "stop"
         elif count == self.request.max_tokens:
             self.finish_reason = "length"
+
+    def end_without_adapter(self) -> None:
+        """End the choice with the tokens that it has: its adapter was unloaded."""
+        self.finish_reason, self.stop_reason = "abort", ADAPTER_UNLOADED
 
     def rollout(self) -> Rollout:
         """Return the joined answer so far; its finish_reason is "abort" if the choice is not complete."""

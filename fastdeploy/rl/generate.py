@@ -30,6 +30,7 @@ class RolloutGenerator:
         """Return all ``request.n`` choices, finished. deadline: on the event loop's clock. Raises RolloutFailed with
         the tokens so far, also if a choice ended with an error; or the error of an invalid request."""
         choices = [PartialRollout(request, k) for k in range(request.n)]
+        request.adapter_loads = self._router.adapter_loads(request.lora_name)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._finish(choices, session)
@@ -72,9 +73,14 @@ class RolloutGenerator:
 
     async def _attempt(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         """Ask one replica for the rest of ``choices``. Raises the replica's error; tokens received before it are
-        kept."""
-        lora_name = choices[0].request.lora_name
+        kept. If the adapter was unloaded meanwhile, ends the choices: an adapter that was loaded since then is another
+        one."""
+        lora_name, loads = choices[0].request.lora_name, choices[0].request.adapter_loads
         async with self._router.reserve(session, len(choices), lora_name) as replica:
+            if loads is not None and self._router.adapter_loads(lora_name) is not loads:
+                for choice in choices:
+                    choice.end_without_adapter()
+                return
             for choice in choices:
                 choice.begin_attempt(replica.url)
             try:

@@ -13,9 +13,10 @@ class TokenSpan:
     """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
 
     weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. lora_name, adapter_epoch:
-    the adapter, and the number of its loads there; None without an adapter. publication: number of this client's last
-    publication that those weights contain; 0: weights from before the first publication. With an adapter, this client's
-    loads of that adapter are counted instead.
+    the adapter, and the number of its load there, which no other load of the name has; None without an adapter.
+    publication: number of this client's last publication that those weights contain; 0: weights from before the first
+    publication. With an adapter, this client's loads of that adapter are counted instead. A name that was unloaded
+    begins above the numbers of all adapters that were unloaded.
     """
 
     version: str
@@ -36,9 +37,9 @@ class Rollout:
 
     logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
     prompt_logprobs: one entry per token of ``prompt_ids``; the first is None. spans: cover all tokens, in order.
-    finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s) | error (only within
-    RolloutFailed). staleness: number of this client's publications (of its loads of the adapter, for a generation with
-    an adapter) that the oldest token's weights lack.
+    finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s, or because its adapter was
+    unloaded: stop_reason "adapter_unloaded") | error (only within RolloutFailed). staleness: number of this client's
+    publications (of its loads of the adapter, for a generation with an adapter) that the oldest token's weights lack.
     num_resumes: attempts after the first. replicas: url of each attempt. cached_tokens: tokens of the prompt that were
     in the prefix cache when choice 0 began, in the attempt that made the first token; None if its stream broke off, so
     that the server could not say.

@@ -135,6 +135,10 @@ class Router:
         self._adapters.pop(lora_name, None)
         self._changed.set()
 
+    def adapter_loads(self, lora_name: str | None) -> object | None:
+        """Return an object that stands for the loads of the name by this client since its last unload, or None."""
+        return self._adapters.get(lora_name or "")
+
     def _serves(self, replica: Replica, lora_name: str | None) -> bool:
         """Return whether ``replica`` has the last publication, and the last load of the adapter."""
         if replica.stale is not None:

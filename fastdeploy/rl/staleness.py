@@ -3,7 +3,8 @@
 weight_epoch counts the commits of one engine since its start, and versions may repeat. So neither can be compared
 between replicas. Publications can. A replica's answer to a commit says which weight_epoch the publication has there.
 
-The loads of an adapter are counted in the same way, in a ledger of their own, with adapter_epoch for weight_epoch.
+The loads of an adapter are counted in the same way, in a ledger of their own, with adapter_epoch for weight_epoch. A
+name that is loaded again after an unload or a reset gets a ledger that continues those of all unloaded adapters.
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ class PublicationLedger:
         self.newest = 0
         self._pending = 0
         self._commits: dict[tuple[str, str | None], list[tuple[int, int]]] = {}
+
+    def continued(self) -> PublicationLedger:
+        """Return a ledger whose publications come after those of this one. Older weights count as the last of these."""
+        ledger = PublicationLedger()
+        ledger.newest = self.newest
+        ledger._commits = {engine: commits[-1:] for engine, commits in self._commits.items()}
+        return ledger
+
+    def add_past(self, other: PublicationLedger) -> None:
+        """Count the publications of ``other`` as earlier ones of this ledger. Later ones get higher numbers."""
+        self.newest = max(self.newest, other.newest)
+        for engine, commits in other._commits.items():
+            for count, _ in commits[-1:]:
+                self.record_commit(self.newest, *engine, count)
 
     def begin_publication(self) -> int:
         """Return the number of the next publication, which becomes ``newest`` with its first commit."""

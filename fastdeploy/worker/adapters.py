@@ -27,10 +27,10 @@ class AdapterStaging:
         """See ``AdapterStaging.read``."""
         try:
             with paddle.no_grad():
-                self._packed, rank = read_adapter(path, self._model, self._max_rank)
+                self._packed, rank, fingerprint = read_adapter(path, self._model, self._max_rank)
         except MemoryError as error:
             raise OutOfSpace(f"no memory for the adapter: {error}") from error
-        return AdapterInfo(rank, self._packed.nbytes)
+        return AdapterInfo(rank, self._packed.nbytes, fingerprint)
 
     def finish(self) -> PackedAdapter:
         """See ``AdapterStaging.finish``. Returns the argument of ``ModelRunner.commit_adapter``."""

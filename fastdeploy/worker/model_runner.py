@@ -17,6 +17,7 @@ from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, S
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.model_executor.lora import check_config
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
@@ -178,6 +179,10 @@ class ModelRunner:
                 self._standby.refresh(weights.values)
         except MemoryError as error:
             raise OutOfSpace(f"no memory for the standby copy of the weights: {error}") from error
+
+    def check_adapter(self, config: bytes) -> None:
+        """See ``Runner.check_adapter``."""
+        check_config(config, self.model)
 
     def begin_adapter(self) -> AdapterStaging:
         """See ``Runner.begin_adapter``."""

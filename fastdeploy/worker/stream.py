@@ -135,11 +135,7 @@ class TensorStream:
         reader = SafetensorsReader()
         reader.entries.update(entries)
         self._checksums = self._check(reader)
-        end = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
-            if entry.offset < end:
-                raise refuse_tensor(name, f"of {FILE} shares bytes with the tensor before it")
-            end = entry.offset + entry.nbytes
             row_bytes = math.prod(entry.shape[1:]) * DTYPES[entry.dtype].itemsize
             sha = hashlib.sha256() if name in self._checksums else None
             self._tensors.append(_Tensor(name, entry, row_bytes, sha))

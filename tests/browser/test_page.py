@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from browser.conftest import FLAGS
+from e2e.fleet_server import FleetServer
 from e2e.server import PROMPT, LiveStream, Server, perturbed
 
 WAIT_MS = 60_000
@@ -172,3 +173,26 @@ def test_a_server_that_does_not_allow_the_page_is_named_with_the_flag_to_set(ope
         tile.locator("span", has_text="disconnected").first.wait_for(timeout=WAIT_MS)
         tile.click()
         wait_text(page, "#problem", f"--allowed-origins {ui_server.url}")
+
+
+def test_a_fleet_is_shown_as_one_server_and_one_replica_alone_if_it_is_chosen(browser):
+    with FleetServer(2, *FLAGS) as fleet:
+        fleet.post("/v1/pause", {"mode": "keep", "hold_id": "both"}).ok()
+        streams = [LiveStream(fleet, [60 + i, *PROMPT], max_tokens=4) for i in range(6)]
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{fleet.url}/ui")
+        wait_state(page, "paused")
+        wait_text(page, "#waiting", "6")
+        rows = page.locator("#live tbody tr")
+        rows.nth(5).wait_for(timeout=WAIT_MS)
+        names = sorted(row.split(": ")[0] for row in rows.all_inner_texts())
+        assert names == ["replica-0"] * 3 + ["replica-1"] * 3
+        page.get_by_role("button", name="Show replica-1").click()
+        wait_text(page, "#shown-replica", "replica-1 only")
+        wait_text(page, "#waiting", "3")
+        page.get_by_role("button", name="Show all replicas").click()
+        wait_text(page, "#waiting", "6")
+        assert page.locator("#shown-replica").inner_text() == ""
+        fleet.post("/v1/resume", {"hold_id": "both"}).ok()
+        assert {reason for stream in streams for reason in stream.wait_end().finals} == {"length"}
+        page.close()

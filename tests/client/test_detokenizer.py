@@ -42,7 +42,7 @@ def test_the_texts_of_all_pushes_join_to_the_decoding_of_all_ids(tokenizer, text
     ids = tokenizer.encode_now(text)
     prompt, output = ids[:cut], ids[cut:]
     decoder = IncrementalDecoder(tokenizer, prompt)
-    pieces = [decoder.push(token) for token in output] + [decoder.flush()]
+    pieces = [decoder.push(token) for token in output] + [decoder.rest()]
     before = tokenizer.decode(prompt)
     if not text.startswith(before):  # the cut is inside a character
         before = before.removesuffix("\ufffd")
@@ -108,6 +108,19 @@ def test_an_incomplete_character_at_the_end_is_decoded_as_the_tokenizer_does(tok
         pytest.param({"stops": ("d", "bcd", "cd")}, b"abcd", None, "a", 4, "bcd", id="the earliest stop string ends"),
         pytest.param({"stops": ("bc",), "include_stop": True}, b"abcd", None, "abc", 3, "bc", id="stop string kept"),
         pytest.param({"stops": ("b", "x"), "min_tokens": 3}, b"bbab", None, "bba", 4, "b", id="after min_tokens"),
+        pytest.param({"stops": ("\ufffd",)}, b"a\xc3", "length", "a", 2, "\ufffd", id="in an incomplete character"),
+        pytest.param(
+            {"stops": ("a\ufffd",), "include_stop": True, "min_tokens": 2},
+            b"a\xc3",
+            "abort",
+            "a\ufffd",
+            2,
+            "a\ufffd",
+            id="an incomplete character that ends a stop string which is kept",
+        ),
+        pytest.param(
+            {"stops": ("\ufffd",), "min_tokens": 3}, b"a\xc3", "length", "a\ufffd", 2, None, id="before min_tokens"
+        ),
         pytest.param({"skip_special_tokens": False}, [97, EOS], "stop", "a", 2, None, id="EOS adds no text"),
         pytest.param({}, b"ab", "stop", "a", 2, ord("b"), id="a stop token adds no text"),
         pytest.param({}, [97, EOS, 98], "length", "ab", 3, None, id="special tokens skipped"),
@@ -118,7 +131,8 @@ def test_text_ids_and_stop_reason_at_the_end(tokenizer, options, ids, finish, te
     choice = Choice(tokenizer, [], TextOptions(**options))
     delta = feed(choice, list(ids), finish, stop_reason=stop_reason if type(stop_reason) is int else None)
     assert choice.text == delta.text == text and choice.token_ids == list(ids)[:num_tokens]
-    assert (choice.finish_reason, choice.stop_reason) == ("length" if finish == "length" else "stop", stop_reason)
+    ends_by_length = finish == "length" and stop_reason is None
+    assert (choice.finish_reason, choice.stop_reason) == ("length" if ends_by_length else "stop", stop_reason)
     assert_aligned(choice)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from fastdeploy.core import host
 from fastdeploy.core.host import host_id
 
 
+@pytest.mark.processes
 def test_processes_of_one_machine_share_the_id():
     command = [sys.executable, "-c", "from fastdeploy.core.host import host_id; print(host_id())"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == host_id()

@@ -224,7 +224,7 @@ class Server:
         return int(self.metric(f'request_finished_total{{reason="{reason}"}}'))
 
     def metric(self, name: str) -> float:
-        for line in self.get("/metrics").body.decode().splitlines():
+        for line in self.get("/metrics").body.decode().split("\n"):
             if line.startswith(f"fastdeploy:{name} "):
                 return float(line.split()[1])
         raise AssertionError(f"no metric {name}")

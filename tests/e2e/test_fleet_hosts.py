@@ -3,7 +3,9 @@ a TCP address counts as one on another host, whatever the address is."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -25,12 +27,12 @@ QUICK = ("--stall-s", "2", "--fence-after-s", "2")
 
 
 class Proxy:
-    """A TCP proxy before 127.0.0.1:``port``. While it is ``stalled``, it passes nothing on. ``received`` counts the
-    bytes that clients have sent."""
+    """A TCP proxy at ``address``, before 127.0.0.1:``port``. While it is ``stalled``, it passes nothing on.
+    ``received`` counts the bytes that clients have sent."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, address: str):
         self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self.port = self._listener.getsockname()[1]
         self.received = 0
         self.flows = threading.Event()
@@ -80,21 +82,23 @@ class Proxy:
 
 
 class Host:
-    """A replica, with proxies before its engine and its API server, and an upload folder of its own."""
+    """A replica, with proxies before its engine and its API server at ``address``, and an upload folder of its own.
+    Replicas with different addresses count as replicas on different hosts."""
 
-    def __init__(self, folder: Path, key: Path, *flags: str):
+    def __init__(self, address: str, folder: Path, key: Path, *flags: str):
         self.uploads = folder
         folder.mkdir()
         self.engine_port = free_port()
         endpoint = f"tcp://127.0.0.1:{self.engine_port}"
         own = ("--fleet-endpoint", endpoint, "--fleet-key-file", str(key), "--upload-dir", str(folder))
         self.server = Server(*SMALL, *own, *flags)
-        self.engine, self.api = Proxy(self.engine_port), Proxy(self.server.port)
+        self._address = address
+        self.engine, self.api = Proxy(self.engine_port, address), Proxy(self.server.port, address)
 
     @property
     def flags(self) -> tuple[str, str]:
         """The flags with which a gateway finds the replica."""
-        return "--replica", f"tcp://127.0.0.1:{self.engine.port}=http://127.0.0.1:{self.api.port}"
+        return "--replica", f"tcp://{self._address}:{self.engine.port}=http://{self._address}:{self.api.port}"
 
     def close(self) -> None:
         self.engine.close()
@@ -112,7 +116,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hosts(key: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     folder = tmp_path_factory.mktemp("uploads")
-    made = [Host(folder / str(i), key) for i in range(2)]
+    made = [Host(f"127.0.0.{i + 1}", folder / str(i), key) for i in range(2)]
     try:
         for host in made:
             host.server.wait_ready()
@@ -207,6 +211,50 @@ def test_a_replica_that_restarts_gets_the_weights_from_a_peer(fleet, hosts, new_
     fleet.wait_members(2)
     assert len(checksums([host.server for host in hosts])) == 1
     assert hosts[0].server.weights()["version"] == "peer"
+    assert_nothing_is_left(fleet, hosts, joined=True)
+
+
+def test_a_replica_that_restarts_gets_adapters_and_eos_ids_though_the_trainer_has_overwritten_its_folders(
+    fleet, hosts, new_weights, tmp_path
+):
+    uploaded, folder = adapter_folder(tmp_path / "u", 3), adapter_folder(tmp_path / "f", 4)
+    query = {"lora_name": "uploaded", "config": (uploaded / "adapter_config.json").read_text()}
+    path = str(httpx.URL("/v1/adapters/load", params=query))
+    fleet.request("POST", path, (uploaded / "adapter_model.safetensors").read_bytes()).ok()
+    fleet.post("/v1/adapters/load", {"lora_name": "folder", "lora_path": str(folder), "version": "pi-7"}).ok()
+    weights = shutil.copytree(new_weights, tmp_path / "w")
+    eos = hosts[1].server.complete(PROMPT, model="uploaded", max_tokens=9, ignore_eos=True)["token_ids"][-1]
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    fleet.post("/v1/update_weights", {"model_path": str(weights), "version": "eos"}).ok()
+    for written in (folder, weights):
+        shutil.rmtree(written)
+    adapter_folder(folder, 5)
+    names = ("uploaded", "folder", hosts[0].server.get("/v1/models").json["data"][0]["id"])
+
+    def answers_of(host: Host) -> list[Any]:
+        return [host.server.complete(PROMPT, model=name, max_tokens=40) for name in names]
+
+    def shown(host: Host) -> list[Any]:
+        return [(answer["token_ids"], answer["finish_reason"]) for answer in answers_of(host)]
+
+    before = shown(hosts[0])
+    assert before == shown(hosts[1]) and before[0][1] == "stop"
+    received = hosts[0].api.received
+    os.kill(hosts[0].server.engine_pid, signal.SIGKILL)
+    until(lambda: fleet.replicas()["replica-0"]["state"] != "member", 20, "the loss is noticed")
+    fleet.wait_members(2)
+    assert shown(hosts[0]) == before
+    files = [new_weights / "model.safetensors", *[uploaded / "adapter_model.safetensors"] * 2]
+    size = sum(file.stat().st_size for file in files)
+    assert 0.99 * size < hosts[0].api.received - received < 1.05 * size
+    fingerprints = [[a["fingerprint"] for a in host.server.get("/v1/adapters").result["adapters"]] for host in hosts]
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints[0])) == 2
+    exported = fleet.get("/v1/adapters/export?lora_name=uploaded")
+    assert exported.body == (uploaded / "adapter_model.safetensors").read_bytes()
+    assert exported.headers["X-Adapter-Fingerprint"] in fingerprints[0]
+    assert fleet.get("/v1/weights/export").headers["X-Weight-EOS-Token-Ids"] == str(eos)
+    for name in ("uploaded", "folder"):
+        fleet.post("/v1/adapters/unload", {"lora_name": name}).ok()
     assert_nothing_is_left(fleet, hosts, joined=True)
 
 

@@ -71,6 +71,24 @@ def test_completion_with_token_ids_in_and_out(complete):
     assert choice.weight_versions[0]["end"] == 9
 
 
+def test_an_echo_without_tokens_has_the_logprobs_that_the_generation_had(complete):
+    """The likelihood of given tokens, as lm-eval asks for it, here with several prompts in one request."""
+    made = complete([60, 61, 62], max_tokens=9, temperature=0, logprobs=1).choices[0]
+    prompt = [60, 61, 62, *made.token_ids]
+    reply = complete([prompt, prompt[:5]], max_tokens=0, temperature=0, logprobs=1, echo=True)
+    whole, part = (choice.logprobs for choice in reply.choices)
+    assert whole.token_logprobs[3:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-4)
+    assert (
+        whole.token_logprobs[0] is None and len(whole.token_logprobs) == 12 and whole.tokens[3:] == made.logprobs.tokens
+    )
+    assert part.token_logprobs[1:] == pytest.approx(whole.token_logprobs[1:5], abs=1e-4)
+    assert all(
+        max(top.values()) == lp for top, lp in zip(whole.top_logprobs[3:], whole.token_logprobs[3:], strict=True)
+    )
+    assert [(c.token_ids, c.finish_reason) for c in reply.choices] == [([], "length")] * 2
+    assert reply.usage.completion_tokens == 0 and [c.text for c in reply.choices] != ["", ""]
+
+
 def test_n_choices_differ_and_repeat_with_the_same_seed(client, model, question):
     def ask(seed):
         reply = client.completions.create(model=model, prompt=question, n=4, temperature=1.5, seed=seed, max_tokens=24)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from fastdeploy.inter_communicator import messages as m
+from support.fake_runner import adapter_fingerprint
 from support.harness import Harness
 
 GATEWAY = "g"
 
 
-def lead(h: Harness, term: int = 1, controller: str = "gw-1", client: str = GATEWAY, lease_s: float = 10.0) -> m.Reply:
-    """Let ``client`` lead. The client connects first if it is new."""
+def lead(
+    h: Harness, term: int = 1, controller: str = "gw-1", client: str = GATEWAY, lease_s: float = 10.0, **fields: int
+) -> m.Reply:
+    """Let ``client`` lead. The client connects first if it is new. fields: others of LeadArgs."""
     if client not in h.engine.lifecycle.delivery.clients:
         h.connect(client)
-    return h.ask(m.LeadArgs("fleet-1", controller, term, lease_s), client)
+    return h.ask(m.LeadArgs("fleet-1", controller, term, lease_s, **fields), client)
 
 
 def led(**config) -> Harness:
@@ -30,4 +33,6 @@ def prepare(h: Harness, session: str, **args) -> m.Reply:
 def load_prepared(h: Harness, name: str, content: int | str, **args) -> None:
     """Load an adapter up to its commit."""
     reply = h.load_adapter(name, content, prepare=True, **args)
-    assert reply.failure is None and reply.result == {"lora_name": name, "status": "prepared"}
+    fingerprint = adapter_fingerprint(f"a{content}" if isinstance(content, int) else content)
+    assert reply.failure is None and (reply.result["lora_name"], reply.result["status"]) == (name, "prepared")
+    assert reply.result["fingerprint"] == fingerprint

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from engine.test_staging_thread import HangingHarness, HangingRunner
 from fastdeploy.core.config import UPLOAD_PREFIX
+from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.engine.adapters import COPIES_AT_ONCE
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
@@ -86,9 +89,9 @@ def test_a_load_with_a_bad_field_is_refused_and_the_field_is_named(args, param):
 
 def test_a_folder_must_lie_under_a_root_and_hold_an_adapter(tmp_path):
     root, other = tmp_path / "root", tmp_path / "other"
-    for folder in (root / "empty", root / "pickled", root / "a pipe", other):
+    for folder in (root / "empty", root / "half", root / "pickled", root / "a pipe", other):
         folder.mkdir(parents=True)
-    for folder in (root / "pickled", root / "a pipe", other):
+    for folder in (root / "half", root / "pickled", root / "a pipe", other):
         (folder / "adapter_config.json").write_text("{}")
     (root / "pickled" / "adapter_model.bin").write_text("a1")
     (other / "adapter_model.safetensors").write_text("a1")
@@ -96,8 +99,9 @@ def test_a_folder_must_lie_under_a_root_and_hold_an_adapter(tmp_path):
     (root / "link").symlink_to(other)
     h = Harness(model_roots=(str(root),))
     for path, code, text in (
-        (root / "missing", "model_not_found", "there is no folder"),
-        (root / "empty", "model_not_found", "has no adapter_config.json"),
+        (root / "missing", "adapter_folder_not_found", "there is no folder"),
+        (root / "empty", "adapter_folder_not_found", "has no adapter_config.json"),
+        (root / "half", "adapter_folder_not_found", "has no adapter_model.safetensors"),
         (root / "pickled", "weight_update_refused", "pickled tensors are never read"),
         (root / "a pipe", "weight_update_refused", "not a regular file"),
         (root / "link", "weight_update_refused", "leads out of the folders that are allowed"),
@@ -199,6 +203,20 @@ def test_one_load_of_a_name_at_a_time(h):
     assert_serves(h, "a", 9)
 
 
+def test_a_load_whose_time_ends_while_its_copy_waits_is_refused_then(h):
+    h.load_adapter("a", 1)
+    hanging = [h.hang(f"x{i}") for i in range(COPIES_AT_ONCE)]
+    waiting = h.call(m.LoadAdapterArgs("b", h.adapter_folder("a2"), timeout_s=3.0))
+    h.run_rounds(2)
+    assert h.reply(waiting) is None
+    h.now += 3.0
+    h.run_rounds()
+    assert h.reply(waiting).failure.code == "staging_timeout" and not any(map(h.reply, hanging))
+    h.mend()
+    h.run_rounds(3)
+    assert "b" not in {adapter["lora_name"] for adapter in h.ask(m.AdaptersArgs()).result["adapters"]}
+
+
 def test_an_unload_ends_the_load_of_its_name(h):
     h.load_adapter("a", 1)
     call = h.hang("a")
@@ -230,6 +248,11 @@ def test_the_number_of_sources_that_hang_is_limited(h):
         assert h.reply(call).failure.code == "staging_timeout"
     assert h.load_adapter("b", 2).failure.code == "update_in_progress"
     assert h.update("/w1").failure is None, "reads of weights are counted apart"
+    upload = Path(tempfile.gettempdir()) / f"{UPLOAD_PREFIX}{os.getpid()}"
+    upload.write_text("a3")
+    reply = h.ask(m.LoadAdapterArgs("c", FileSource(str(upload)), config={}), rounds=4)
+    upload.unlink()
+    assert reply.failure is None, "an upload cannot hang"
     h.mend()
     h.run_rounds()
     assert h.load_adapter("b", 2).failure is None
@@ -245,3 +268,84 @@ def test_the_end_of_the_engine_answers_loads_and_removes_the_store(h):
     assert not store.exists()
     h.mend()
     assert not store.exists(), "a copy that comes too late makes no store"
+
+
+# ---------------------------------------------------------------------- loads of a hostile tenant
+
+
+class SlowRunner(HangingRunner):
+    """The check of a config with the word "hostile" hangs, and so does the read of the tensors "a66"."""
+
+    def check_adapter(self, config):
+        if b"hostile" in config:
+            self.hang()
+            raise WeightUpdateRefused("target_modules: takes too long")
+
+    def begin_adapter(self):
+        staging = super().begin_adapter()
+        read = staging.read
+
+        def slow_read(path):
+            if (Path(path) / "adapter_model.safetensors").read_text() == "a66":
+                self.hang()
+            return read(path)
+
+        staging.read = slow_read
+        return staging
+
+
+@pytest.fixture
+def slow():
+    h = HangingHarness(SlowRunner(), stage_timeout_s=60.0)
+    yield h
+    h.mend()
+
+
+def test_a_config_whose_expressions_take_long_holds_no_other_load(slow):
+    h = slow
+    folder = h.adapter_folder("a9")
+    Path(folder.path, "adapter_config.json").write_text('{"target_modules": "hostile"}')
+    calls = [h.call(m.LoadAdapterArgs(f"x{i}", folder)) for i in range(COPIES_AT_ONCE - 1)]
+    h.run_rounds(3)
+    assert h.load_adapter("a", 1).failure is None
+    assert_serves(h, "a", 1)
+    h.mend()
+    h.run_rounds(3)
+    assert [h.reply(call).failure.code for call in calls] == ["weight_update_refused"] * len(calls)
+
+
+def test_a_load_whose_time_ends_while_it_waits_for_another_one_is_refused_then(slow):
+    h = slow
+    first = h.call(m.LoadAdapterArgs("slow", h.adapter_folder("a66")))
+    h.run_rounds(2)
+    second = h.call(m.LoadAdapterArgs("a", h.adapter_folder("a1"), timeout_s=3.0))
+    h.run_rounds(3)
+    assert h.engine.adapters.next_deadline() == h.now + 3.0, "an idle loop wakes up at that time"
+    h.now += 3.0
+    h.run_rounds()
+    failure = h.reply(second).failure
+    assert failure.code == "staging_timeout" and "waited" in failure.message and "3 s" in failure.message
+    h.mend()
+    h.run_rounds(3)
+    assert h.reply(first).failure is None
+    h.add("r", PROMPT, adapter="a")
+    h.run_rounds()
+    assert h.rejected("r").code == "model_not_found", "it is not committed late"
+    assert copies(h) == ["1"]
+
+
+def test_the_time_of_a_load_covers_its_copy_and_its_read(slow):
+    h = slow
+    copied = h.engine.adapters._copied
+
+    def copied_late(load, *result):
+        h.now += 2.0
+        copied(load, *result)
+
+    h.engine.adapters._copied = copied_late
+    call = h.call(m.LoadAdapterArgs("slow", h.adapter_folder("a66"), timeout_s=3.0))
+    h.run_rounds(3)
+    assert h.engine.adapters.next_deadline() == h.now + 1.0
+    h.now += 1.0
+    h.run_rounds()
+    assert h.reply(call).failure.code == "staging_timeout"

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.fleet_calls import GATEWAY, lead
 from engine.test_adapter_loads import HangingSources
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens, write_adapter
@@ -211,19 +213,65 @@ def test_the_number_of_lookups_that_hang_is_limited(root):
     assert h.stream("r").tokens == expected_tokens(PROMPT, 8, adapter=1)
 
 
-def test_a_reset_ends_lookups_and_loads_and_keeps_known_adapters(root):
+def test_a_reset_ends_lookups_and_loads_and_forgets_all_adapters(root):
     h = with_root(root, model_roots=("/",))
-    h.load_adapter("known", 4)
+    h.load_adapter("loaded", 4)
+    h.add("looked up", PROMPT, adapter="a3")
+    h.run_out()
     h.runner.may_stage.clear()
     h.add("r", PROMPT, adapter="a1")
     call = h.call(m.LoadAdapterArgs("new", h.adapter_folder("a6")))
     h.run_rounds()
     result = h.ask(m.ResetArgs()).result
     assert sorted(result["loads_aborted"]) == ["a1", "new"] and h.stream("r").reason == "abort"
+    assert sorted(result["adapters_unloaded"]) == ["a3", "loaded"] and not h.engine.scopes.adapters
     assert h.reply(call).failure.code == "wrong_order"
     h.runner.may_stage.set()
     h.run_rounds(3)
-    assert os.listdir(Path(h.engine.adapters.store.path(1)).parent) == ["1"], "no copy is left"
-    h.add("after", PROMPT, adapter="known")
+    assert os.listdir(Path(h.engine.adapters.store.path(1)).parent) == [], "no copy is left"
+    write_adapter(root / "a3", "a8")  # by the next run
+    h.add("after", PROMPT, adapter="a3")
+    h.add("unknown", PROMPT, adapter="loaded")
     h.run_out()
-    assert h.stream("after").tokens == expected_tokens(PROMPT, 8, adapter=4)
+    assert h.stream("after").tokens == expected_tokens(PROMPT, 8, adapter=8)
+    assert h.rejected("unknown").code == "model_not_found"
+
+
+def test_an_engine_that_a_gateway_leads_looks_up_no_name_of_a_request(root):
+    h = with_root(root)
+    h.runner.may_stage.clear()
+    h.add("before", PROMPT, adapter="a1")
+    h.run_rounds()
+    assert lead(h).failure is None
+    h.runner.may_stage.set()
+    h.add("after", PROMPT, adapter="a2")
+    h.run_rounds(3)
+    assert h.rejected("before").code == "wrong_order" and "a gateway leads" in h.rejected("before").message
+    failure = h.rejected("after")
+    assert failure.code == "model_not_found" and "whose gateway looks names up" in failure.message
+    assert not h.engine.scopes.adapters and h.ask(m.AdaptersArgs()).result["adapters"] == []
+
+
+def test_a_gateway_looks_names_up_by_calls(root):
+    h = with_root(root)
+    assert lead(h).failure is None
+    assert h.ask(m.LookUpAdapterArgs("a1"), GATEWAY, rounds=3).result == {"lora_name": "a1", "path": f"{root}/a1"}
+    for name in ("nobody", "link", "../outside"):
+        for args in (m.LookUpAdapterArgs(name), m.LoadAdapterArgs(name, FolderSource("/"), prepare=True, lookup=True)):
+            assert h.ask(args, GATEWAY, rounds=3).failure.code == "model_not_found"
+    args = m.LoadAdapterArgs("a1", FolderSource("/elsewhere"), prepare=True, lookup=True)
+    assert h.ask(args, GATEWAY, rounds=4).result["status"] == "prepared"
+    assert h.ask(m.EndLoadArgs("a1", True, 7), GATEWAY).result["adapter_epoch"] == 7
+    h.add("r", PROMPT, adapter="a1")
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 8, adapter=1)
+    [known] = h.ask(m.AdaptersArgs()).result["adapters"]
+    assert known["path"] == f"{root}/a1"
+
+
+def test_no_lookup_of_a_gateway_reaches_anything_without_an_adapter_root(tmp_path):
+    h = Harness(model_roots=())
+    write_adapter(tmp_path / "a1", "a1")
+    load = m.LoadAdapterArgs("a1", FolderSource(str(tmp_path / "a1")), lookup=True)
+    for args in (m.LookUpAdapterArgs("a1"), load):
+        assert h.failure(args).code == "model_not_found"

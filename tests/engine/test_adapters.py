@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import expected_tokens
+from support.fake_runner import adapter_fingerprint, expected_tokens
 from support.harness import PROMPT, Harness
 
 LONG = 40
@@ -26,6 +26,7 @@ def test_requests_are_computed_by_the_adapter_that_they_name():
         "version": "1",
         "weight_epoch": 0,
         "boot_id": "boot",
+        "fingerprint": adapter_fingerprint("a1"),
         "rank": 8,
         "nbytes": 1 << 20,
         "replaced": False,
@@ -60,11 +61,25 @@ def test_the_same_name_again_is_the_same_adapter_with_a_new_epoch():
     again = h.load_adapter("a", 2, version="step-2").result
     assert (again["lora_int_id"], again["adapter_epoch"], again["version"], again["replaced"]) == (1, 2, "step-2", True)
     assert list(h.runner.adapters.values()) == [(2, True)], "the adapter before is freed"
-    assert h.failure(m.LoadAdapterArgs("a", h.adapter_folder("a3"), replace=False)).code == "adapter_loaded"
+    for path in ("", "/elsewhere"):
+        args = m.LoadAdapterArgs("a", h.adapter_folder("a3"), path=path, replace=False)
+        assert h.failure(args).code == "adapter_loaded"
     h.add("r", PROMPT, adapter="a")
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 8, adapter=2)
     assert {(s.version, s.adapter_epoch) for s in h.stream("r").spans} == {("step-2", 2)}
+
+
+@pytest.mark.parametrize(("path", "replaces"), [("/x/./pol/", True), ("/x//y/../pol", True), ("/x/pol2", False)])
+def test_a_folder_is_the_same_however_its_path_is_spelled(path, replaces):
+    """A trainer that was restarted may be given the path of its output folder with a slash at the end."""
+    h = Harness()
+    h.load_adapter("a", 1, path="/x/pol")
+    reply = h.load_adapter("a", 2, path=path, replace=False)
+    if replaces:
+        assert reply.result["replaced"] is True
+    else:
+        assert reply.failure.code == "adapter_loaded"
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -172,6 +187,30 @@ def test_prefix_hits_are_of_one_adapter_only():
     h.run_out()
     assert h.stream("new").tokens == expected_tokens(prompt, 2, adapter=3)
     assert h.stream("old").tokens == expected_tokens(prompt, 2, adapter=2)
+
+
+def test_no_name_has_an_adapter_epoch_twice_and_no_name_is_remembered():
+    """The first load of a name has number 1, and a name that was unloaded begins above all that were unloaded."""
+    h = Harness()
+    loads = [h.load_adapter(name, k).result for k, name in enumerate(["a", "a", "b"], start=1)]
+    assert [load["adapter_epoch"] for load in loads] == [1, 2, 1]
+    h.add("old", PROMPT, max_tokens=20, adapter="a")
+    h.run_rounds(3)
+    assert h.ask(m.UnloadAdapterArgs("a")).result["adapter_epoch"] == 2
+    h.ask(m.ResetArgs())  # unloads b, too
+    again = [h.load_adapter(name, k).result for k, name in enumerate(["a", "b", "c"], start=4)]
+    assert [load["adapter_epoch"] for load in again] == [3, 3, 3]
+    assert len({load["lora_int_id"] for load in [*loads, *again]}) == 5, (
+        "a new adapter gets a new one, a reload does not"
+    )
+    h.add("new", PROMPT, max_tokens=2, adapter="a")
+    h.run_out()
+    assert {(s.adapter, s.adapter_epoch, s.version) for s in h.stream("old").spans} == {("a", 2, "2")}
+    assert {(s.adapter, s.adapter_epoch, s.version) for s in h.stream("new").spans} == {("a", 3, "3")}
+    for k in range(10, 30):
+        assert h.load_adapter(f"policy-{k}", k).result["adapter_epoch"] == k - 7
+        h.ask(m.UnloadAdapterArgs(f"policy-{k}"))
+    assert h.ask(m.FleetStateArgs()).result["past_adapter_epoch"] == 22
 
 
 def test_a_trainer_may_delete_its_folder_after_the_reply():

@@ -193,6 +193,14 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_field_is_named(field
     assert h.rejected("r").detail["param"] == field
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for():
+    h = Harness()
+    h.add("r", [1] * 128)
+    h.run_rounds()
+    assert h.rejected("r").code == "context_length_exceeded"
+    assert h.rejected("r").message.startswith("This model's maximum context length is 128 tokens.")
+
+
 def test_a_cached_prompt_that_fills_the_whole_pool_is_served():
     """A copy on write would need one block more than the pool has."""
     h = Harness(FakeRunner(num_blocks=8, block_size=4, max_model_len=32))

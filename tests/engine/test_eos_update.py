@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from engine.fleet_calls import prepare
 from engine.weight_calls import begin, chunk, commit
+from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import EOS, expected_tokens, next_token
+from support.fake_runner import EOS, expected_tokens, fingerprint_of, next_token
 from support.harness import PROMPT, Harness
 
 FIRST = expected_tokens(PROMPT, 3, weights=1)  # the third token is the EOS id of the updates
@@ -108,3 +112,29 @@ def test_a_result_that_is_kept_does_not_change():
     h.add("r", PROMPT, **fields)
     h.run_rounds()
     assert h.stream("r").tokens == before and len(before) == 12
+
+
+def test_a_commit_or_a_label_of_a_fleet_sets_the_ids_whatever_the_source_names():
+    h = Harness()
+    session = begin(h)
+    chunk(h, session, FOLDER)
+    report = commit(h, session, weight_epoch=4, eos_token_ids=(5, 6)).result
+    expected = {"version": "4", "weight_epoch": 4, "fingerprint": fingerprint_of(1), "eos_token_ids": [5, 6]}
+    for result in (report, h.ask(m.FleetStateArgs()).result, h.ask(m.WeightInfoArgs()).result):
+        assert CommittedState.of(result)._asdict() == expected | {"eos_token_ids": (5, 6)}
+    assert h.ask(m.SetVersionArgs("joined", 9, (8,))).failure is None
+    assert CommittedState.of(h.ask(m.FleetStateArgs()).result) == ("joined", 9, fingerprint_of(1), (8,))
+    h.ask(m.SetVersionArgs("relabelled"))
+    assert eos_ids(h) == [8]
+
+
+def test_a_prepared_commit_and_an_export_tell_the_ids():
+    h = Harness()
+    session = begin(h)
+    chunk(h, session, FOLDER)
+    assert prepare(h, session).result["eos_token_ids"] == (FIRST[-1],)
+    assert eos_ids(h) == [EOS]
+    assert commit(h, session).failure is None
+    exported = h.ask(m.ExportWeightsArgs(), rounds=5).result
+    Path(exported["path"]).unlink()
+    assert CommittedState.of(exported) == CommittedState.of(h.ask(m.FleetStateArgs()).result)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.fleet_calls import GATEWAY, lead, led
+from engine.fleet_calls import GATEWAY, lead, led, load_prepared
 from engine.test_state_machine import explore
 from engine.weight_calls import assert_serves
 from fastdeploy.core.errors import NotLeader
@@ -31,6 +31,7 @@ CHANGES = [
     m.CommitUpdateArgs("s"),
     m.AbortUpdateArgs(),
     m.LoadAdapterArgs("a", W1),
+    m.LookUpAdapterArgs("a"),
     m.EndLoadArgs("a", commit=True),
     m.UnloadAdapterArgs("a"),
     m.SetVersionArgs("v"),
@@ -239,6 +240,17 @@ def test_the_state_shows_holds_of_all_scopes_adapters_sessions_and_load():
     assert (state["running"], state["waiting"], state["max_num_seqs"]) == (2, 3, 2) and state["is_paused"]
     assert state["available_gpu_block_num"] == h.engine.kv.num_free < h.runner.info.num_blocks
     assert state == h.ask(m.FleetStateArgs()).result
+
+
+def test_an_engine_takes_the_adapter_epochs_of_its_fleet_for_used():
+    h = Harness()
+    assert lead(h, client="a", past_adapter_epoch=6).result["past_adapter_epoch"] == 6
+    assert lead(h, client="a", past_adapter_epoch=4).result["past_adapter_epoch"] == 6, "a number never comes back"
+    h.assert_refused(m.LeadArgs("fleet-1", "gw-1", 1, 5.0, -1), "past_adapter_epoch")
+    load_prepared(h, "a", 1)
+    assert h.ask(m.EndLoadArgs("a", True, 2)).result["adapter_epoch"] == 2, "that of a fleet's adapter may be lower"
+    assert h.load_adapter("a", 2).result["adapter_epoch"] == 3
+    assert h.load_adapter("b", 3).result["adapter_epoch"] == 7
 
 
 # ---------------------------------------------------------------------- every order

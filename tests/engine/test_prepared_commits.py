@@ -123,7 +123,7 @@ def test_a_prepared_session_changes_nothing_until_its_commit_which_swaps_at_once
     h.run_rounds(3)
     session = staged(h)
     reply = prepare(h, session)
-    assert reply.result == {"session_id": session, "fingerprint": fingerprint_of(1)}
+    assert reply.result == {"session_id": session, "fingerprint": fingerprint_of(1), "eos_token_ids": None}
     assert state(h) == "prepared" and h.served.weight_epoch == 0 and h.runner.weights == 0
     before = len(h.stream("r").tokens)
     result = h.ask(m.CommitUpdateArgs(session, version="v", weight_epoch=4), rounds=1).result

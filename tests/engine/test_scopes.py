@@ -156,7 +156,7 @@ def test_pauses_of_the_engine_and_of_one_adapter_may_be_released_in_any_order(mo
     run_out_exactly(h)
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_an_adapter_may_be_paused_while_the_engine_is(mode):
     h = tenants()
     h.pause(mode="keep")
@@ -169,6 +169,40 @@ def test_an_adapter_may_be_paused_while_the_engine_is(mode):
     resume(h, A)
     h.run_out()
     assert exact(h, "b0") and exact(h, "a2") == (mode != "abort")
+
+
+@pytest.mark.parametrize("on_timeout", ["keep", "abort", "cancel"])
+def test_a_wait_for_requests_that_the_whole_engine_freezes_names_at_once_what_holds_them(on_timeout):
+    h = tenants()
+    h.pause(mode="keep", hold_id="trainer")
+    h.pause(mode="wait", hold_id="other")
+    failure = h.pause(mode="wait", scope=A, hold_id="tenant", on_timeout=on_timeout).failure
+    assert failure.code == "pause_blocked" and failure.detail["held_by"] == ["trainer", "other"]
+    assert "'trainer'" in failure.message
+    status = h.ask(m.PauseStatusArgs()).result
+    assert [hold["id"] for hold in status["holds"]] == ["trainer", "other"] and status["scopes"] == []
+    h.resume(hold_id="trainer")
+    assert h.pause(mode="wait", scope=A).failure.code == "pause_blocked", "the wait of the engine still freezes them"
+    h.resume(hold_id="other")
+    report = h.pause(rounds=80, mode="wait", scope=A).result
+    assert report["counts"] == {"aborted": 0, "drained": 2, "kept": 0, "queued": 1}
+    resume(h, A)
+    run_out_exactly(h)
+
+
+def test_a_wait_without_started_requests_or_that_came_first_is_not_blocked():
+    h = tenants()
+    before = h.call(m.PauseArgs(mode="wait", scope=A, hold_id="tenant"))
+    h.run_rounds(2)
+    h.pause(mode="keep")
+    again = h.call(m.PauseArgs(mode="wait", scope=A, hold_id="tenant"))
+    h.run_rounds(5)
+    assert h.reply(before) is None and h.reply(again) is None, "they go on when the engine runs again"
+    assert h.pause(mode="keep", scope=A).result["is_paused"]
+    assert h.pause(mode="wait", scope=A).result["is_paused"], "frozen by the adapter's own hold"
+    idle = tenants(requests=0)
+    idle.pause(mode="keep")
+    assert idle.pause(mode="wait", scope=A).result["is_paused"]
 
 
 def test_no_adapter_starts_a_request_while_the_engine_drains():

@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
+from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import UpdateInProgress
 from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.weight_source import PLAIN, FolderSource, SharedMemorySource
+from fastdeploy.core.weight_source import PLAIN, FileSource, FolderSource, SharedMemorySource, StreamSource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
@@ -180,6 +181,14 @@ def test_the_number_of_reads_that_hang_is_limited(h):
     assert commit(h, session).failure is None, "shared memory does not count as a folder"
     assert h.ask(m.WeightInfoArgs(checksums=True), rounds=2).failure is None
     assert_serves(h, 2)
+    upload = FileSource(f"/dev/shm/{UPLOAD_PREFIX}w3")
+    assert h.ask(m.UpdateWeightsArgs(upload), rounds=3).failure is None, "an upload cannot hang"
+    assert_serves(h, 3)
+    session = begin(h)
+    piece = StreamSource("up", f"/dev/shm/{UPLOAD_PREFIX}w4", 0, 100, 0, "complete")
+    assert h.ask(m.UpdateChunkArgs(session, piece), rounds=2).failure is None
+    assert commit(h, session).failure is None
+    assert_serves(h, 4)
     h.mend()
     h.run_rounds()
     assert h.update("/w1").failure is None
@@ -253,7 +262,7 @@ class LateStaging(FakeAdapterStaging):
     def read(self, path: str) -> AdapterInfo:
         self._packed = Packed(2, True)
         assert self._runner.may_stage.wait(30)
-        return AdapterInfo(8, 1000)
+        return AdapterInfo(8, 1000, "f")
 
 
 def test_an_adapter_that_was_read_too_late_is_discarded_at_the_runner():

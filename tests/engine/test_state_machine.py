@@ -410,9 +410,12 @@ class EngineMachine(AdapterMachine):
             return
         self.step()
         live = [stream for stream in self.witness.streams.values() if stream.open]
+        for name in self.book.known:
+            self.book.given_up(name)
         self.call(m.ResetArgs(version), self.some_client(data))
         self.label_comes(version or self.h.served.version)
         assert not any(stream.open for stream in live), "not aborted"
+        assert not self.book.known and not self.engine.scopes.adapters, "an adapter of the run before"
         assert all(hold.named for hold in self.pause.holds.values()) and self.engine.weights.session is None
 
     @rule(data=st.data(), running=st.booleans())

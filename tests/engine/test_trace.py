@@ -194,6 +194,7 @@ def test_no_file_is_overwritten(tmp_path):
     for trace in paths:
         trace.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.2.json", "t.3.json", "t.json"]
+    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o600}, "only this user may read them"
     for trace in paths:
         chrome_trace.check(chrome_trace.read(trace.path))
 
@@ -240,6 +241,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.processes
 def test_a_killed_engine_leaves_a_trace_that_can_be_read(tmp_path):
     path = tmp_path / "t.json"
     assert subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT).returncode == -signal.SIGKILL

@@ -61,7 +61,7 @@ def test_each_prompt_may_have_its_own_adapter(llm, tmp_path):
 def test_an_adapter_that_was_unloaded_is_never_the_base(llm, tmp_path):
     llm.load_adapter("a", write_adapter(tmp_path / "a", "a3"))
     with pytest.raises(errors.AdapterLoaded):
-        llm.load_adapter("a", str(tmp_path / "a"), replace=False)
+        llm.load_adapter("a", write_adapter(tmp_path / "b", "a3"), replace=False)
     llm.unload_adapter("a")
     for call in (lambda: llm.unload_adapter("a"), lambda: llm.generate([[1]], GREEDY, lora_name="a")):
         with pytest.raises(errors.ModelNotFound):
@@ -84,6 +84,11 @@ def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):
     with pytest.raises(errors.InvalidField, match="prompt"):
         llm.generate([[1, 2], [5000]], GREEDY)
     assert len(llm.generate([[1, 2]], GREEDY)) == 1
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_the_routes(llm):
+    with pytest.raises(errors.ContextLengthExceeded, match="^This model's maximum context length is [0-9]+ tokens"):
+        llm.generate([[1] * 100_000], GREEDY)
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [None], [5], [[]], [""], [[1], [True]], [["a"]], [[-1]], [[2**40]]])

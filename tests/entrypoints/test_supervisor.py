@@ -210,7 +210,7 @@ def test_all_processes_end_when_the_supervisor_is_killed(tree):
 
 
 def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree):
-    """So a client that can kill the engine cannot end the server."""
+    """So a client that can kill the engine cannot end the server. The log, and a metric of the engine, tell of it."""
     t = tree().wait_serving()
     killed = set()
     for _ in range(MAX_FAILED_STARTS + 2):
@@ -220,7 +220,11 @@ def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree)
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
     assert t.until(lambda: t.http.post("/v1/completions", json={"prompt": [1]}))["choices"]
+    assert t.until(lambda: t.get("/v1/is_paused"))["result"]["short_lives"] == len(killed)
     assert t.stop() == 0
+    t.log.seek(0)
+    told = re.findall(r" C supervisor.* engine has ended (\d+) times in a row .* SIGKILL", t.log.read())
+    assert told == [str(number) for number in range(MAX_FAILED_STARTS, len(killed) + 1)]
 
 
 def test_the_server_ends_with_an_error_if_no_new_engine_becomes_ready(tree):
@@ -254,6 +258,24 @@ def test_a_refused_model_ends_the_server_at_once(tree):
 def test_an_engine_that_ignores_the_stop_signal_is_killed_after_shutdown_s(tree):
     t = tree("stubborn", shutdown_s=1.0).wait_serving()
     assert t.stop() == 1
+    assert not t.left()
+
+
+def test_a_child_that_cannot_be_killed_is_left_behind(tree):
+    """A process with a thread in a read from a dead mount does not end. Its parent must not wait for ever."""
+    t = tree("immortal", shutdown_s=0.5).wait_serving()
+    assert t.stop() == 1
+    t.log.seek(0)
+    assert re.search(r"engine \(process \d+\) cannot be killed", t.log.read())
+    assert ["fake_engine_main" in command for command in t.children().values()] == [True]
+
+
+def test_a_server_whose_engine_has_died_but_cannot_end_stops_and_says_so(tree):
+    t = tree().wait_serving()
+    os.kill(t.engine_pid(), signal.SIGUSR1)
+    assert t.process.wait(30) == 1
+    t.log.seek(0)
+    assert "the engine has died, but its process cannot end" in t.log.read()
     assert not t.left()
 
 

@@ -6,21 +6,31 @@ hangs; a doubled one comes twice in a row."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from fastdeploy.core import errors
+from fastdeploy.core.host import host_id
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.join import JoinBlocked, Joiner
+from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.pause_plans import PausePlan
 from fastdeploy.fleet.plan import Context, Plan
 from fastdeploy.fleet.plans import plan_for
-from fastdeploy.fleet.state import FleetHold, FleetState
+from fastdeploy.fleet.remote import RemoteHosts
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.state import FleetAdapter, FleetHold, FleetState
 from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Step, Transaction, Vote
+from fastdeploy.fleet.transfer import WeightTransfer
 from fastdeploy.inter_communicator import messages as m
-from fleet.model_replica import ModelReplica, Sent
+from fleet.model_replica import START, ModelReplica, Sent, Sources
 
+SOURCE = FolderSource("/w")  # of all weights
 TAKE_TURNS = (m.SleepArgs, m.WakeArgs)
 
 
@@ -165,14 +175,63 @@ class SimulatedGateway:
                     other.act(other.transaction.lose(name, "fenced by another call"))
 
 
-class SimulatedFleet:
-    """Replicas, and the gateway that leads them. make_transaction: of each call, which a test may spoil."""
+class ConnectedReplica:
+    """A model replica as a gateway sees it while it joins. Its answers come at once."""
 
-    def __init__(self, num: int, make_transaction: Callable[[list[str], Rule], Transaction] = Transaction):
+    def __init__(self, replica: ModelReplica, in_quorum: bool):
+        self.name, self.in_quorum, self.in_flight = replica.name, in_quorum, 0
+        self.placement = SimpleNamespace(host=host_id())
+        self.client, self._replica = self, replica
+        self.connected, self.welcome = asyncio.Event(), None
+        self.connected.set()
+        self.model_info = {"dtype": "float32", "vocab_size": 1000, "max_model_len": 128}
+        self.note(replica.do(m.FleetStateArgs()))
+
+    def note(self, report: dict[str, Any]) -> dict[str, Any]:
+        self.report = report
+        return report
+
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        return self._replica.do(args)
+
+    def note_past_adapter(self, adapter_epoch: int) -> None:
+        self._replica.past_adapter_epoch = max(self._replica.past_adapter_epoch, adapter_epoch)
+
+    async def post(self, args: m.Args) -> m.Reply:
+        return m.Reply(0, self._replica.do(args))
+
+
+class SimulatedLeadership:
+    """Leads each replica at once. state: of the fleet."""
+
+    fleet = "simulated"
+
+    def __init__(self, state: FleetState):
+        self._state = state
+
+    async def lead(self, replica: ConnectedReplica) -> None:
+        replica.note_past_adapter(self._state.past_adapter_epoch)
+
+
+class SimulatedFleet:
+    """Replicas, and the gateway that leads them. make_transaction: of each call, which a test may spoil. sources: that
+    the replicas read. loop: runs the joins."""
+
+    def __init__(
+        self,
+        num: int,
+        loop: asyncio.AbstractEventLoop,
+        make_transaction: Callable[[list[str], Rule], Transaction] = Transaction,
+    ):
         self.config = FleetConfig(fleet_id="simulated")
         self.make_transaction = make_transaction
-        self.replicas = {f"r{i}": ModelReplica(f"r{i}", term=1) for i in range(num)}
-        self.gateway = SimulatedGateway(self, 1, FleetState(), list(self.replicas))
+        self.sources = Sources()
+        self.labels: dict[tuple[str, int], str] = {}  # of adapters, see ModelReplica
+        self._loop = loop
+        self.replicas = {f"r{i}": ModelReplica(f"r{i}", self.sources, self.labels, term=1) for i in range(num)}
+        state = FleetState()
+        state.committed = START
+        self.gateway = SimulatedGateway(self, 1, state, list(self.replicas))
         self.old_gateways: list[SimulatedGateway] = []
         self.replies: dict[str, deque[tuple[int, Sent, Any]]] = {name: deque() for name in self.replicas}
         self.answered_epoch = 0
@@ -221,7 +280,7 @@ class SimulatedFleet:
 
     def restart(self, name: str) -> None:
         """Start a replica again, with the weights of its start."""
-        self.replicas[name] = ModelReplica(name, term=self.gateway.term if hasattr(self, "gateway") else 1)
+        self.replicas[name] = ModelReplica(name, self.sources, self.labels, term=self.gateway.term)
         self.replies[name].clear()
 
     def die(self, name: str) -> None:
@@ -229,15 +288,25 @@ class SimulatedFleet:
         self.gateway.lost(name)
 
     def join(self, name: str) -> None:
-        """Let a replica that is out join with the fleet's state, while no call changes that state."""
+        """Let a replica that is out join with the real code, while no call changes the fleet. It stays out if nobody
+        can give what it lacks, or if it refuses to take it."""
         gateway, state = self.gateway, self.gateway.state
         busy = any(call.outcome is None for call in gateway.calls) or any(s.open for s in state.sessions.values())
         if name in gateway.members or busy or not gateway.members:
             return
-        replica = self.replicas[name] = ModelReplica(name, state.weight_epoch, state.version, term=gateway.term)
-        replica.holds = {hold_id for _, hold_id in state.holds}
-        replica.adapters = {name: epoch for name, (_, epoch) in state.adapters.items()}
-        replica.asleep = set(state.asleep)
+        connected = {
+            other: cast(Replica, ConnectedReplica(replica, other in gateway.members))
+            for other, replica in self.replicas.items()
+            if other == name or other in gateway.members
+        }
+        nowhere = cast(RemoteHosts, None)  # all replicas are on this host
+        transfers = WeightTransfer(nowhere), AdapterTransfer(nowhere, self.config.fence_after_s)
+        leadership = cast(Leadership, SimulatedLeadership(state))
+        joiner = Joiner(self.config, state, leadership, lambda: list(connected.values()), *transfers)
+        try:
+            self._loop.run_until_complete(joiner.bring(connected[name]))
+        except (JoinBlocked, errors.WrongOrder):  # the second one: the replica refuses for reasons of its own
+            return
         gateway.members[name] = None
 
     def new_gateway(self) -> None:
@@ -253,26 +322,36 @@ class SimulatedFleet:
                 replica.term = term
                 old.members.pop(name, None)
         known = [self.replicas[name] for name in old.members]
-        epoch = max((replica.epoch for replica in known), default=0)
-        best = [replica for replica in known if replica.epoch == epoch]
-        state = FleetState(weight_epoch=epoch, last_epoch=epoch)
+        epoch = max((replica.committed.weight_epoch for replica in known), default=0)
+        best = [replica for replica in known if replica.committed.weight_epoch == epoch]
+        used = [epoch for replica in known for epoch, _ in replica.adapters.values()]
+        used += [replica.past_adapter_epoch for replica in known]
+        state = FleetState(weight_epoch=epoch, last_epoch=epoch, past_adapter_epoch=max(used, default=0))
+        self._forget_labels(state.past_adapter_epoch)
         members = []
         if best:
             holds = set().union(*(replica.holds for replica in known))
             first = best[0]
-            state.version, state.asleep = first.version, tuple(first.asleep)
+            state.committed, state.asleep = first.committed, tuple(first.asleep)
             state.holds = {("engine", hold): FleetHold(self._hold(hold)) for hold in holds}
-            load = m.LoadAdapterArgs("", FolderSource("/a"))
-            state.adapters = {name: (load, epoch) for name, epoch in first.adapters.items()}
+            state.adapters = {
+                name: FleetAdapter(m.LoadAdapterArgs(name, SOURCE), *adapter)
+                for name, adapter in first.adapters.items()
+            }
             for replica in best:
                 replica.holds = set(holds)
-                replica.session, replica.loads = None, set()
-                if (replica.version, replica.adapters, replica.asleep) == (first.version, first.adapters, first.asleep):
+                replica.session, replica.loads = None, {}
+                if replica.state() == first.state():
                     members.append(replica.name)
         self.gateway = SimulatedGateway(self, term, state, members)
         for name in self.replicas:
             if name not in members:
                 self.restart(name)
+
+    def _forget_labels(self, last: int) -> None:
+        """Expect no number above ``last`` to be remembered: those who knew it died together with the gateway."""
+        for label in [label for label in self.labels if label[1] > last]:
+            del self.labels[label]
 
     def _hold(self, hold_id: str) -> m.PauseArgs:
         return m.PauseArgs("keep", hold_id=hold_id, anonymous=hold_id.startswith("anonymous"))
@@ -287,12 +366,14 @@ class SimulatedFleet:
         state = self.gateway.state
         for replica in members:
             assert replica.holds == {hold_id for _, hold_id in state.holds}, (replica, state.holds)
-            assert (replica.epoch, replica.version) == (state.weight_epoch, state.version)
-            assert replica.adapters == {name: epoch for name, (_, epoch) in state.adapters.items()}
+            assert replica.committed == state.committed
+            assert replica.adapters == {name: (a.epoch, a.fingerprint) for name, a in state.adapters.items()}
             assert replica.asleep == set(state.asleep)
             assert (replica.session is not None) == any(s.open for s in state.sessions.values())
             assert not replica.loads
-            assert replica.epoch >= self.answered_epoch, "a member serves older weights than an earlier answer"
+            assert replica.committed.weight_epoch >= self.answered_epoch, (
+                "a member serves older weights than an earlier answer"
+            )
         for call in self.gateway.calls:
             assert call.outcome is not None and call.answers == 1
             assert not members or call.outcome != "done" or self._stands(call), "a pause that succeeded does not hold"

@@ -11,6 +11,7 @@ from fastdeploy.core.errors import (
     EngineDead,
     FleetCallFailed,
     NotLeader,
+    PauseBlocked,
     PauseInterrupted,
     UpdateInProgress,
     WeightUpdateRefused,
@@ -178,6 +179,23 @@ async def test_a_hold_of_an_adapter_with_a_ttl_ends_and_that_of_the_same_name_on
             await asyncio.sleep(0)
         assert set(stack.control.state.holds) == {("engine", "h")}
         assert holds(stack) == {"r0": ["h"], "r1": ["h"]}
+
+
+async def test_a_wait_of_an_adapter_that_one_replica_cannot_end_holds_no_replica(tmp_path):
+    async with control_stack(adapter_store=str(tmp_path), runner={"step_s": 0.01}) as stack:
+        await stack.control.call(m.LoadAdapterArgs("a", FolderSource(write_adapter(tmp_path / "a1", "a1"))))
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        stream = await stack.replicas[0].client.submit(AddRequest("x", [1, 2, 3], params, adapter="a"))
+        await stream.reader.wait()
+        await stack.control.call(m.PauseArgs("keep", hold_id="trainer"))
+        with pytest.raises(PauseBlocked) as error:
+            await stack.control.call(m.PauseArgs("wait", hold_id="tenant", scope="adapter:a"))
+        assert error.value.detail["held_by"] == ["trainer"]
+        assert statuses(error.value.detail) == {"r0": "refused", "r1": "rolled_back"}
+        held = stack.in_engines(lambda engine: engine.scopes.holds())
+        assert held == {"r0": ["trainer"], "r1": ["trainer"]}
+        assert set(stack.control.state.holds) == {("engine", "trainer")}
+        stream.close()
 
 
 async def test_a_hold_with_a_ttl_ends_on_all_by_the_gateways_clock():

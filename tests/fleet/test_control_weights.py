@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from e2e.server import until
 from fastdeploy.core.errors import (
     SessionNotFound,
     UpdateInProgress,
     WeightUpdateRefused,
+    WrongOrder,
 )
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_store import AdapterStore
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.plan import Context
+from fastdeploy.fleet.plans import plan_for
+from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.transaction import Step
 from fastdeploy.inter_communicator import messages as m
 from fleet.control_stack import control_stack, holds, served, spoil, statuses, update
-from support.fake_runner import write_adapter
+from support.fake_runner import adapter_fingerprint, write_adapter
 
 pytestmark = pytest.mark.anyio
 
@@ -110,9 +119,91 @@ async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(tmp_path):
         assert (await stack.control.call(load))["adapter_epoch"] == 2
         listed = (await stack.control.call(m.AdaptersArgs()))["adapters"]
         assert [(a["lora_name"], a["adapter_epoch"]) for a in listed] == [("lora", 2)]
-        assert stack.control.state.adapters["lora"][1] == 2
+        assert stack.control.state.adapters["lora"].epoch == 2
         await stack.control.call(m.UnloadAdapterArgs("lora"))
         assert set(stack.in_engines(lambda engine: engine.adapters.num_known).values()) == {0}
+
+
+def test_a_load_waits_for_a_hung_replica_for_its_one_time_out_and_until_the_fence():
+    load = m.LoadAdapterArgs("lora", FolderSource("/a"), timeout_s=3.0)
+    plan = plan_for(load, Context(FleetState(), FleetConfig(fleet_id="fleet-1", fence_after_s=2.0), 0.0))
+    assert plan.seconds(Step.PREPARE) == 5.0
+
+
+async def test_after_a_reset_no_member_and_no_joiner_has_an_adapter_of_the_run_before(tmp_path):
+    async with control_stack(adapter_store=str(tmp_path)) as stack:
+        load = m.LoadAdapterArgs("lora", FolderSource(write_adapter(tmp_path / "a1", "a1")), replace=False)
+        await stack.control.call(load)
+        assert (await stack.control.call(m.ResetArgs()))["adapters_unloaded"] == ["lora"]
+        assert set(stack.in_engines(lambda engine: engine.adapters.num_known).values()) == {0}
+        assert stack.control.state.adapters == {}, "a joiner gets these"
+        assert (await stack.control.call(load))["status"] == "loaded", "the next run may use the same names"
+
+
+async def test_an_adapter_that_the_members_have_read_differently_is_loaded_nowhere(tmp_path):
+    async with control_stack(adapter_store=str(tmp_path)) as stack:
+        folder = write_adapter(tmp_path / "source", "a1")
+        load = m.LoadAdapterArgs("lora", FolderSource(folder))
+        assert (await stack.control.call(load))["fingerprint"] == adapter_fingerprint("a1")
+        store, copy = stack.engines[1].engine.adapters.store, AdapterStore.copy
+
+        def late_copy(*args) -> None:  # the trainer writes the next adapter when the first engine has its copy
+            until(lambda: stack.engines[0].engine.adapters.prepared(), 20, "the other engine has its copy")
+            write_adapter(tmp_path / "source", "a2")
+            copy(store, *args)
+
+        store.copy = late_copy
+        with pytest.raises(WeightUpdateRefused, match="lora_name: .* has read another adapter"):
+            await stack.control.call(load)
+        assert set(stack.in_engines(lambda engine: tuple(engine.adapters.prepared())).values()) == {()}
+        found = stack.in_engines(lambda engine: engine.adapters.describe()["adapters"][0]["fingerprint"])
+        assert set(found.values()) == {adapter_fingerprint("a1")} and not stack.fenced
+        del store.copy
+        report = await stack.control.call(load)
+        assert (report["adapter_epoch"], report["fingerprint"]) == (2, adapter_fingerprint("a2"))
+
+
+async def test_an_update_whose_eos_ids_the_members_have_read_differently_is_made_nowhere():
+    async with control_stack() as stack:
+        table = stack.engines[1].engine._on_call_of
+        before = table[m.UpdateChunkArgs]
+        other = FolderSource("/w1-eos7")
+        table[m.UpdateChunkArgs] = lambda args, *rest: before(msgspec.structs.replace(args, source=other), *rest)
+        with pytest.raises(WeightUpdateRefused, match="not those of other replicas"):
+            await stack.control.call(update(1))
+        assert {epoch for _, epoch in served(stack)} == {0} and not stack.fenced
+
+
+async def test_no_number_of_an_adapter_is_used_twice(tmp_path):
+    """Not after an unload, and not after a load that failed while it was committed."""
+    async with control_stack(adapter_store=str(tmp_path)) as stack:
+        load = m.LoadAdapterArgs("lora", FolderSource(write_adapter(tmp_path / "a1", "a1")))
+        for number in (1, 2):
+            assert (await stack.control.call(load))["adapter_epoch"] == number
+            await stack.control.call(m.UnloadAdapterArgs("lora"))
+        for at in (0, 1):
+            spoil(stack, at, m.EndLoadArgs, WeightUpdateRefused("not now"))
+        with pytest.raises(WeightUpdateRefused):
+            await stack.control.call(load)
+        assert stack.control.state.adapters == {} and stack.control.state.past_adapter_epoch == 3
+        assert (await stack.control.call(load))["adapter_epoch"] == 4
+        assert (await stack.control.call(load))["adapter_epoch"] == 5
+
+
+async def test_a_reset_between_the_two_phases_of_a_load_costs_no_member(tmp_path):
+    load = m.LoadAdapterArgs("lora", FolderSource(write_adapter(tmp_path / "a1", "a1")))
+    async with control_stack() as stack:
+        for engine in stack.engines[1:]:  # the first one has prepared the load when the reset comes
+            engine.runner.may_stage.clear()
+        call, running = await stack.begin(load)
+        while not running._plan.results:
+            await asyncio.sleep(0.005)
+        await stack.control.call(m.ResetArgs())
+        with pytest.raises(WrongOrder):
+            await call
+        stack.engines[1].runner.may_stage.set()
+        assert not stack.fenced and stack.control.state.adapters == {}
+        assert (await stack.control.call(load))["adapter_epoch"] == 1
 
 
 async def test_a_sleep_that_one_replica_refuses_wakes_the_others():

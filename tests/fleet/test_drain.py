@@ -55,6 +55,26 @@ def test_a_drained_replica_ends_its_requests_and_gets_no_new_ones(fleet):
     check(later)
 
 
+def test_a_fleet_whose_replicas_are_all_drained_lets_a_bounded_number_wait_and_is_not_ready():
+    with fake_fleet(2, max_waiting=2) as fleet:
+        assert fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "h"}).status_code == 200
+        assert fleet.http.get("/ready").status_code == 200, "a router must not evict a server that only holds requests"
+        assert fleet.http.post("/v1/resume", json={"hold_id": "h"}).status_code == 200
+        membership, names = fleet.client.membership, ["replica-0", "replica-1"]
+        for name in names:
+            fleet.run(membership.drain(name))
+        ready = fleet.http.get("/ready")
+        assert ready.status_code == 503 and "drained" in ready.json()["reason"] and ready.headers["retry-after"]
+        replies = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i]}) for i in range(9)]
+        until(lambda: sum(reply.done() for reply in replies) == 5, 20, "those beyond the limit are refused")
+        refused = [reply.result() for reply in replies if reply.done()]
+        assert {(r.status_code, r.json()["error"]["code"]) for r in refused} == {(429, "queue_full")}
+        assert all(r.headers["retry-after"] for r in refused)
+        fleet.loop.call_soon_threadsafe(lambda: [membership.undrain(name) for name in names])
+        assert sorted(reply.result(20).status_code for reply in replies) == [200] * 4 + [429] * 5
+        assert fleet.http.get("/ready").status_code == 200
+
+
 @pytest.mark.slow
 def test_a_drained_replica_takes_part_in_pauses_and_may_come_back(fleet):
     membership = fleet.client.membership

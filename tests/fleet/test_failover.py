@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.server import until
+from e2e.server import in_background, until
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import StaticLauncher
+from fastdeploy.fleet.replica import ReplicaEvent
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
-from support.fake_runner import expected_tokens
+from support.fake_runner import expected_tokens, write_adapter
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
 SLOW_S = 0.05  # of a step, until a test waits for the reply: no request ends before the test has disturbed it
@@ -108,6 +110,110 @@ def test_a_request_that_was_moved_is_found_by_an_abort(fleet):
         assert choice["token_ids"] == expected_tokens([1, 2], len(choice["token_ids"]))
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/reset", {}), ("/v1/abort_requests", {"abort_all": True}), ("/v1/pause", {"mode": "abort"})]
+)
+def test_a_call_that_ends_requests_ends_those_of_a_replica_that_hangs(path, body):
+    config = FleetConfig(fleet_id="fleet-1", fence_after_s=0.5)
+    with fake_fleet(2, runner={"step_s": SLOW_S}, config=config) as fleet:
+        asked = Asked(fleet, prompt=[1, 2], max_tokens=120, request_id="mine")
+        busy(fleet).stop()
+        reply = fleet.http.post(path, json=body)
+        report = reply.json()["result"]
+        [choice] = asked.reply()["choices"]
+    assert reply.status_code == 200 and "fenced" in [entry["status"] for entry in report["replicas"]]
+    count = len(choice["token_ids"])
+    assert choice["finish_reason"] == "abort" and choice["token_ids"] == expected_tokens([1, 2], count)
+    told = {
+        "/v1/reset": lambda: report["aborted"] == 1,
+        "/v1/abort_requests": lambda: report["aborted"] == [{"request_id": "mine", "output_token_count": count}],
+        "/v1/pause": lambda: (report["aborted_ids"], report["tokens_returned"]) == (["mine"], count),
+    }
+    assert told[path]()
+
+
+def load(fleet: FakeFleet, folder: Path, content: str) -> dict[str, Any]:
+    """Load an adapter as "alice", and return the report."""
+    body = {"lora_name": "alice", "lora_path": write_adapter(folder / content, content)}
+    reply = fleet.http.post("/v1/adapters/load", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["result"]
+
+
+def unload(fleet: FakeFleet) -> None:
+    assert fleet.http.post("/v1/adapters/unload", json={"lora_name": "alice"}).status_code == 200
+
+
+def labels(choice: dict[str, Any]) -> list[int]:
+    return [span["adapter_epoch"] for span in choice["weight_versions"]]
+
+
+def test_a_request_of_an_unloaded_adapter_does_not_go_on_with_another_one_of_its_name(fleet, tmp_path):
+    load(fleet, tmp_path, "a1")
+    asked = Asked(fleet, model="alice", prompt=[1, 2, 3], max_tokens=100, n=2)
+    engine = busy(fleet)
+    unload(fleet)
+    assert load(fleet, tmp_path, "a2")["adapter_epoch"] == 2
+    engine.kill()
+    for choice in asked.reply()["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "adapter_unloaded")
+        assert choice["token_ids"] == expected_tokens([1, 2, 3], len(choice["token_ids"]), adapter=1)
+        assert labels(choice) == [1]
+    body = BODY | {"model": "alice", "prompt": [1, 2, 3], "max_tokens": 4}
+    [choice] = fleet.http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["token_ids"] == expected_tokens([1, 2, 3], 4, adapter=2) and labels(choice) == [2]
+
+
+def test_a_request_of_an_unloaded_adapter_finishes_where_it_is(fleet, tmp_path):
+    load(fleet, tmp_path, "a1")
+    asked = Asked(fleet, model="alice", prompt=[1, 2, 3], max_tokens=20)
+    busy(fleet)
+    unload(fleet)
+    load(fleet, tmp_path, "a2")
+    [choice] = asked.reply()["choices"]
+    assert choice["token_ids"] == expected_tokens([1, 2, 3], 20, adapter=1) and labels(choice) == [1]
+
+
+def test_a_request_goes_on_elsewhere_with_the_adapter_that_replaced_its_own(fleet, tmp_path):
+    load(fleet, tmp_path, "a1")
+    asked = Asked(fleet, model="alice", prompt=[1, 2, 3], max_tokens=60)
+    engine = busy(fleet)
+    engine.stop()
+    known = expected_tokens([1, 2, 3], 4, adapter=1)
+    loading = in_background(load, fleet, tmp_path, "a2")
+    until(lambda: fleet.client._control._runs, 20, "the load is sent")
+    engine.kill()
+    assert loading.result(30)["adapter_epoch"] == 2
+    [choice] = asked.reply()["choices"]
+    assert choice["finish_reason"] == "length" and labels(choice) == [1, 2] and choice["token_ids"][:4] == known
+
+
+def test_a_request_whose_replica_is_lost_in_a_reset_does_not_go_on_without_its_adapter(fleet, tmp_path):
+    load(fleet, tmp_path, "a1")
+    asked = Asked(fleet, model="alice", prompt=[1, 2, 3], max_tokens=60)
+    engine = busy(fleet)
+    engine.stop()
+    resetting = in_background(fleet.http.post, "/v1/reset")
+    until(lambda: fleet.client._control._runs, 20, "the reset is sent")
+    engine.kill()
+    assert resetting.result(30).status_code == 200
+    [choice] = asked.reply()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "adapter_unloaded")
+    assert choice["token_ids"] == expected_tokens([1, 2, 3], len(choice["token_ids"]), adapter=1)
+
+
+def test_a_request_that_waits_for_a_replica_ends_with_the_unload_of_its_adapter(fleet, tmp_path):
+    load(fleet, tmp_path, "a1")
+    for engine in fleet.engines:
+        fleet.replica(engine.name).advance(ReplicaEvent.DRAIN)
+    asked = Asked(fleet, model="alice", prompt=[1, 2, 3], max_tokens=20)
+    until(lambda: fleet.client._dispatcher.num_waiting, 20, "it waits")
+    unload(fleet)
+    [choice] = asked.reply()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "adapter_unloaded")
+    assert choice["token_ids"] == [] and fleet.client._dispatcher.num_waiting == 0
+
+
 def test_the_rest_of_a_choice_draws_the_same_random_numbers(fleet):
     asked = Asked(fleet, prompt=[1, 2, 3], max_tokens=60, min_tokens=50, n=2, first_choice=5, prompt_logprobs=0)
     first = busy(fleet)
@@ -131,7 +237,7 @@ def test_the_rest_of_a_choice_draws_the_same_random_numbers(fleet):
 
 def test_a_request_without_a_token_is_sent_again_as_it_was(fleet):
     assert fleet.http.post("/v1/pause", json={"mode": "keep"}).status_code == 200
-    asked = Asked(fleet, prompt=[1, 2], max_tokens=5, request_id="mine", n=3)
+    asked = Asked(fleet, prompt=[1, 2], max_tokens=5, request_id="mine", n=3, prompt_logprobs=0)
     until(lambda: any(len(e.engine.scheduler.waiting) for e in fleet.engines), 20, "the request waits")
     first = next(e for e in fleet.engines if len(e.engine.scheduler.waiting))
     first.kill()
@@ -139,7 +245,9 @@ def test_a_request_without_a_token_is_sent_again_as_it_was(fleet):
     until(lambda: len(engine.engine.scheduler.waiting) == 3, 20, "it was sent again")
     assert {r.group.add.request_id for r in engine.engine.lifecycle.requests} == {"mine"}
     fleet.http.post("/v1/resume")
-    assert [c["token_ids"] for c in asked.reply()["choices"]] == [expected_tokens([1, 2], 5)] * 3
+    choices = asked.reply()["choices"]
+    assert [c["token_ids"] for c in choices] == [expected_tokens([1, 2], 5)] * 3
+    assert len(choices[0]["prompt_logprobs"]) == 2
 
 
 def test_requests_wait_for_a_replica_and_go_on_in_their_order(fleet):

@@ -12,10 +12,10 @@ from e2e.server import in_background, until
 from fastdeploy.core.errors import FastDeployError, WeightUpdateRefused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.replica import ReplicaState
+from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
-from support.fake_runner import expected_tokens, fingerprint_of, write_adapter
+from support.fake_runner import adapter_fingerprint, expected_tokens, fingerprint_of, write_adapter
 
 CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=2.0, rebuild_s=0.3)
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5}
@@ -130,6 +130,58 @@ def test_an_adapter_that_was_prepared_on_an_engine_and_never_committed_is_forgot
         assert fleet.engines[0].engine.adapters.prepared() == []
 
 
+def load(fleet: FakeFleet, path: str, name: str = "a") -> int:
+    """Load an adapter as version "pi-7", and return its adapter_epoch."""
+    reply = fleet.http.post("/v1/adapters/load", json={"lora_name": name, "lora_path": path, "version": "pi-7"})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["result"]["adapter_epoch"]
+
+
+@pytest.mark.parametrize("loads_again", [False, True])
+def test_an_old_adapter_of_an_engine_that_was_cut_off_is_never_taken_for_a_new_one_of_its_name(loads_again, tmp_path):
+    old, new = (write_adapter(tmp_path / content, content) for content in ("a1", "a2"))
+    with fake_fleet(2, config=CONFIG) as fleet:  # the engine is not restarted, and keeps the adapter
+        assert load(fleet, old) == 1
+
+        async def change() -> None:
+            fleet.client.membership.fence(fleet.replica("replica-0"), "a test cuts it off")
+            await fleet.client.call(m.UnloadAdapterArgs("a"))
+            if loads_again:
+                await fleet.client.call(m.LoadAdapterArgs("a", FolderSource(new)))
+
+        fleet.run(change())
+        fleet.wait_members(2)
+        known = [engine.engine.adapters.describe()["adapters"] for engine in fleet.engines]
+        assert [[a["adapter_epoch"] for a in adapters] for adapters in known] == [[2] if loads_again else []] * 2
+        if loads_again:
+            kill(fleet, 1)
+            assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=2)
+
+
+def test_a_fleet_whose_engines_and_gateway_were_all_replaced_knows_which_adapter_epochs_were_used(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    assert [load(fleet, path) for _ in range(2)] == [1, 2]
+    assert fleet.http.post("/v1/adapters/unload", json={"lora_name": "a"}).status_code == 200
+    for i in (0, 1):
+        kill(fleet, i)
+        fleet.launcher.revive(f"replica-{i}")
+        fleet.wait_members(2)
+        assert fleet.engines[i].engine.adapters.past_epoch == 2
+    fleet.replace_gateway()
+    fleet.wait_members(2)
+    assert load(fleet, path) == 3
+
+
+def test_a_fleet_learns_the_adapter_epochs_that_an_engine_has_used_without_it(fleet, tmp_path):
+    """Such an engine may have served them as a member of a fleet whose gateway died."""
+    kill(fleet, 0)
+    fleet.engines[0].start()
+    fleet.engines[0].engine.adapters.note_past_epoch(7)
+    fleet.wait_members(2)
+    assert fleet.client.membership.state.past_adapter_epoch == 7
+    assert load(fleet, write_adapter(tmp_path / "a", "a5")) == 8
+
+
 @pytest.mark.slow
 def test_nobody_joins_while_a_weight_session_is_open(fleet):
     session = fleet.http.post("/v1/weights/begin", json={"version": "step-2"}).json()["result"]["session_id"]
@@ -146,9 +198,7 @@ def test_nobody_joins_while_a_weight_session_is_open(fleet):
 
 def test_a_joiner_gets_the_adapters_and_the_sleep_of_the_fleet(fleet, tmp_path):
     path = write_adapter(tmp_path / "a", "a5")
-    for _ in range(2):
-        loaded = fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path})
-        assert loaded.status_code == 200, loaded.text
+    assert [load(fleet, path) for _ in range(2)] == [1, 2]
     assert fleet.http.post("/v1/sleep", json={"tags": ["kv_cache"]}).status_code == 200
     kill(fleet, 0)
     fleet.launcher.revive("replica-0")
@@ -195,14 +245,99 @@ def test_a_member_that_lost_its_weights_in_a_failed_update_in_place_gets_those_o
     assert holds(fleet) == [["trainer"], ["trainer"]]
 
 
+def restart(fleet: FakeFleet, i: int) -> None:
+    kill(fleet, i)
+    fleet.launcher.revive(f"replica-{i}")
+    fleet.wait_members(len(fleet.engines))
+
+
+def adapters(fleet: FakeFleet, *fields: str) -> list[list[tuple[Any, ...]]]:
+    """Return these fields of all adapters, of each engine."""
+    of_engines = [engine.engine.adapters.describe()["adapters"] for engine in fleet.engines]
+    return [[tuple(adapter[field] for field in fields) for adapter in found] for found in of_engines]
+
+
+def test_a_joiner_gets_the_adapter_that_was_loaded_though_the_trainer_has_overwritten_the_folder(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    load(fleet, path)
+    write_adapter(tmp_path / "a", "a6")
+    restart(fleet, 0)
+    expected = ("a", 1, "pi-7", adapter_fingerprint("a5"), path)
+    fields = ("lora_name", "adapter_epoch", "version", "fingerprint", "path")
+    assert adapters(fleet, *fields) == [[expected], [expected]]
+    kill(fleet, 1)
+    assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=5)
+
+
+def test_an_engine_that_was_cut_off_gets_the_adapter_of_the_fleet_in_place_of_its_own(fleet, tmp_path):
+    load(fleet, write_adapter(tmp_path / "a", "a5"))
+    entry = fleet.client.membership.state.adapters["a"]
+    other = FolderSource(write_adapter(tmp_path / "other", "a6"))
+
+    async def cut_off() -> None:
+        replica = fleet.replica("replica-0")
+        await replica.client.call(m.UnloadAdapterArgs("a"))
+        await replica.client.call(m.LoadAdapterArgs("a", other, prepare=True))
+        await replica.client.call(m.EndLoadArgs("a", commit=True, adapter_epoch=entry.epoch))
+        replica.cut("a test cuts it off")
+        replica.advance(ReplicaEvent.LOST)
+        replica.connect_again(replica.placement, fleet.client.membership._connector(replica.placement))
+
+    fleet.run(cut_off())
+    fleet.wait_members(2)
+    assert adapters(fleet, "adapter_epoch", "fingerprint") == [[(entry.epoch, adapter_fingerprint("a5"))]] * 2
+
+
+def test_a_fleet_without_any_copy_takes_the_source_if_it_is_still_the_same_and_else_forgets_the_name(fleet, tmp_path):
+    load(fleet, write_adapter(tmp_path / "a", "a5"), "same")
+    load(fleet, write_adapter(tmp_path / "b", "a6"), "other")
+    boot_id = fleet.client.membership.boot_id
+    for i in (0, 1):
+        kill(fleet, i)
+    write_adapter(tmp_path / "b", "a7")
+    for i in (0, 1):
+        fleet.launcher.revive(f"replica-{i}")
+    fleet.wait_members(2)
+    assert adapters(fleet, "lora_name", "fingerprint") == [[("same", adapter_fingerprint("a5"))]] * 2
+    assert fleet.client.membership.boot_id != boot_id
+    assert fleet.http.post("/v1/completions", json=BODY | {"prompt": [1], "model": "other"}).status_code == 404
+    load(fleet, str(tmp_path / "b"), "other")
+    assert tokens(fleet, [1], model="other") == expected_tokens([1], 5, adapter=7)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_joiner_ends_texts_at_the_eos_ids_of_the_last_update(fleet, gone):
+    first = expected_tokens([1], 3, weights=3)
+    publish(fleet, 9)
+    reply = fleet.http.post("/v1/update_weights", json={"model_path": f"/nowhere/w3-eos{first[-1]}"})
+    assert reply.status_code == 200, reply.text
+    if gone:  # the joiner gets the tensors of another member, without a file that names EOS ids
+        fleet.client.membership.state.source = None
+    restart(fleet, 0)
+    kill(fleet, 1)
+    body = {"prompt": [1], "max_tokens": 9, "return_token_ids": True}
+    [choice] = fleet.http.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (first, "stop")
+
+
+def test_engines_whose_start_has_the_tensors_of_the_fleet_get_its_eos_ids_too(fleet):
+    """All engines die after an update that changed nothing but the EOS ids."""
+    reply = fleet.http.post("/v1/update_weights", json={"model_path": "/nowhere/w0-eos7", "version": "same tensors"})
+    assert reply.status_code == 200, reply.text
+    for i in (0, 1):
+        kill(fleet, i)
+    for i in (0, 1):
+        fleet.launcher.revive(f"replica-{i}")
+    fleet.wait_members(2)
+    assert [engine.engine.scheduler.eos_token_ids for engine in fleet.engines] == [(7,), (7,)]
+    assert {replica.version for replica in fleet.client.membership.quorum} == {"same tensors"}
+
+
 def test_a_joiner_gets_an_adapter_whose_source_is_gone_from_a_replica_of_its_host(fleet, tmp_path):
     path = write_adapter(tmp_path / "a", "a5")
-    loaded = fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path})
-    assert loaded.status_code == 200, loaded.text
+    load(fleet, path)
     shutil.rmtree(path)
-    kill(fleet, 0)
-    fleet.launcher.revive("replica-0")
-    fleet.wait_members(2)
+    restart(fleet, 0)
     [adapter] = fleet.engines[0].engine.adapters.describe()["adapters"]
     assert (adapter["lora_name"], adapter["adapter_epoch"], adapter["path"]) == ("a", 1, path)
     kill(fleet, 1)
@@ -215,7 +350,7 @@ def test_an_adapter_that_cannot_be_had_keeps_a_replica_out_until_it_is_unloaded(
     assert fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path}).status_code == 200
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     kill(fleet, 0)
-    shutil.rmtree(fleet.engines[1].engine.adapters.copies()["a"])
+    shutil.rmtree(fleet.engines[1].engine.adapters.export(m.ExportAdapterArgs("a"))["path"])
     fleet.launcher.revive("replica-0")
     replica = fleet.replica("replica-0")
     until(lambda: "lacks adapter 'a'" in replica.why, 20, "the reason is shown")

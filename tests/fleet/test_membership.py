@@ -71,7 +71,7 @@ def test_nothing_leaves_the_state_removed():
 def test_a_late_event_of_an_old_connection_does_not_reach_the_replica():
     replica = new_replica()
     old = replica.client
-    old.model_info = {"max_num_seqs": 8}
+    old.model_info = {"max_num_seqs": 8, "max_waiting": 4}
     old._on_connected()
     assert replica.state is ReplicaState.JOINING
     replica.advance(ReplicaEvent.FENCE, "a test")
@@ -159,10 +159,10 @@ def test_a_stopped_replica_delivers_nothing_when_it_goes_on():
         until(lambda: stream._outputs, 20, "a token has come")
         engine.stop()
         until(lambda: replica.state is ReplicaState.FENCED, 20, "the silent engine is cut off")
-        tokens = len(joined(stream._outputs[0]).token_ids)
+        tokens = len(joined(stream._outputs[0])[0].token_ids)
         engine.go_on()
         until(lambda: replica.state is ReplicaState.MEMBER, 20, "joined again")
-        assert len(joined(stream._outputs[0]).token_ids) == tokens
+        assert len(joined(stream._outputs[0])[0].token_ids) == tokens
         assert isinstance(stream._error, EngineDead)
         until(lambda: not len(engine.engine.lifecycle.requests), 20, "the engine has ended the request")
 

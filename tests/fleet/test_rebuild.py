@@ -15,9 +15,9 @@ NOW = 1000.0
 
 
 def report(fleet: str = FLEET, epoch: int = 0, fingerprint: str | None = "f0", **fields: Any) -> dict[str, Any]:
-    label = {"version": str(epoch), "weight_epoch": epoch, "fingerprint": fingerprint}
+    label = {"version": str(epoch), "weight_epoch": epoch, "fingerprint": fingerprint, "eos_token_ids": [0]}
     lists: dict[str, Any] = {"holds": [], "adapters": [], "asleep": [], "last_change": [1, 7]}
-    return {"fleet": fleet, "controller": "c", "term": 1, **label, **lists, **fields}
+    return {"fleet": fleet, "controller": "c", "term": 1, "past_adapter_epoch": 0, **label, **lists, **fields}
 
 
 def hold(hold_id: str = "trainer", mode: str = "keep", **fields: Any) -> dict[str, Any]:
@@ -25,8 +25,9 @@ def hold(hold_id: str = "trainer", mode: str = "keep", **fields: Any) -> dict[st
     return {"id": hold_id, "scope": "engine", "placed_by": "native", "age_s": 1.0, **terms, **fields}
 
 
-def adapter(name: str, epoch: int, path: str = "/adapters/a") -> dict[str, Any]:
-    return {"lora_name": name, "adapter_epoch": epoch, "path": path, "version": f"v{epoch}"}
+def adapter(name: str, epoch: int, path: str = "/adapters/a", fingerprint: str = "fa") -> dict[str, Any]:
+    label = {"lora_name": name, "adapter_epoch": epoch, "version": f"v{epoch}"}
+    return {**label, "path": path, "fingerprint": fingerprint}
 
 
 def test_new_engines_make_a_new_fleet_with_a_boot_id_of_its_own():
@@ -119,5 +120,31 @@ def test_a_sleep_that_reached_some_engines_is_undone():
 def test_the_newest_adapter_of_each_name_is_the_fleets():
     reports = [report(adapters=[adapter("a", 1)]), report(adapters=[adapter("a", 2, "/new"), adapter("b", 1)])]
     adapters = rebuild(FLEET, reports, NOW).adapters
-    assert {name: epoch for name, (_, epoch) in adapters.items()} == {"a": 2, "b": 1}
-    assert (adapters["a"][0].source, adapters["a"][0].version) == (FolderSource("/new"), "v2")
+    assert {name: adapter.epoch for name, adapter in adapters.items()} == {"a": 2, "b": 1}
+    assert (adapters["a"].args.source, adapters["a"].args.version) == (FolderSource("/new"), "v2")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 2, 1], [1, 0, 2]])
+def test_of_two_adapters_with_one_name_and_epoch_that_of_most_engines_is_the_fleets(order):
+    adapters = [adapter("a", 1), adapter("a", 1, fingerprint="odd"), adapter("a", 1)]
+    state = rebuild(FLEET, [report(adapters=[adapters[i]]) for i in order], NOW)
+    assert state.adapters["a"].fingerprint == "fa"
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_among_engines_with_the_same_tensors_most_say_which_eos_ids_the_fleet_has(order):
+    """An engine may differ that was about to get the EOS ids of the fleet when the gateway died."""
+    reports = [report(eos_token_ids=[1, 2]), report(), report(eos_token_ids=[1, 2])]
+    state = rebuild(FLEET, [reports[i] for i in order], NOW)
+    assert (state.fingerprint, state.eos_token_ids) == ("f0", (1, 2))
+
+
+def test_the_numbers_of_adapters_that_are_gone_are_not_used_again():
+    """Engines that were fenced count too: they may have served with the number of a load that failed."""
+    late = report(last_change=[1, 6], adapters=[adapter("a", 4), adapter("b", 9)], past_adapter_epoch=2)
+    other = report(fleet="other/xyz", past_adapter_epoch=3)
+    state = rebuild(FLEET, [late, other, report(adapters=[adapter("a", 5), adapter("b", 9)])], NOW)
+    assert state.past_adapter_epoch == 3
+    assert (state.next_adapter_epoch("a"), state.next_adapter_epoch("c")) == (6, 4)
+    state = rebuild(FLEET, [late, report(adapters=[adapter("a", 3)], past_adapter_epoch=1)], NOW)
+    assert (state.past_adapter_epoch, state.next_adapter_epoch("a")) == (9, 10)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from fastdeploy.client.request_stream import RequestStream
-from fastdeploy.core.errors import AttachedElsewhere, DuplicateRequest, EngineDead, QueueFull, RequestsRejected
+from fastdeploy.core.errors import (
+    AttachedElsewhere,
+    DuplicateRequest,
+    EngineDead,
+    InvalidField,
+    QueueFull,
+    RequestsRejected,
+)
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -18,8 +25,12 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.fleet.relay import MAX_VAIN_LOSSES
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.http.body import parse_body
+from fastdeploy.http.openai.protocol import GenerationBody
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
+
+MAX_WAITING = 2  # at each engine
 
 
 class PlayedConnection:
@@ -44,12 +55,17 @@ class PlayedConnection:
     def reply(self, call: m.Call, **result: Any) -> None:
         self._client._receive(m.Reply(call.call_id, result))
 
+    def refuse(self, call: m.Call, code: str) -> None:
+        self._client._receive(m.Reply(call.call_id, {}, m.Failure(code, "why")))
+
 
 class Fleet:
     """A FleetClient with ``num`` members without engines."""
 
-    def __init__(self, num: int = 2):
+    def __init__(self, num: int = 2, make_connection: Callable[[Any], PlayedConnection] = PlayedConnection):
+        self._make_connection = make_connection
         self.client = FleetClient(FleetConfig(fleet_id="f"), StaticLauncher([]), lambda placement: None)
+        self.client.membership.leadership.leads = True
         self.replicas, self.engines = [], []
         for i in range(num):
             replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, lambda _: self.client._members_changed())
@@ -60,8 +76,11 @@ class Fleet:
 
     def connect(self, i: int) -> None:
         replica = self.replicas[i]
-        self.engines[i] = replica.client._connection = PlayedConnection(replica.client)
-        replica.client.welcome, replica.client.model_info = m.Welcome("b", 0, 100), {"max_num_seqs": 8}
+        self.engines[i] = replica.client._connection = self._make_connection(replica.client)
+        replica.client.welcome, replica.client.model_info = (
+            m.Welcome("b", 0, 100),
+            {"max_num_seqs": 8, "max_waiting": MAX_WAITING},
+        )
         replica.client._first_connection = False
         replica.client.connected.set()
         replica.client._on_connected()
@@ -158,6 +177,40 @@ async def test_the_rest_of_each_choice_is_a_request_of_its_own(fleet):
     assert (outputs[0].cached_tokens, outputs[0].num_preempted, outputs[1].num_preempted) == (2, 1, 0)
     assert {output.request_id for output in outputs.values()} == {"x"}
     assert stream.ended and [replica.in_flight for replica in fleet.replicas] == [0, 0]
+
+
+@in_loop
+async def test_no_client_can_have_a_request_of_the_name_under_which_a_choice_goes_on(fleet):
+    await fleet.client.submit(request())
+    fleet.engines[0].output("x", [7])
+    fleet.lose(0)
+    await fleet.settle()
+    [moved] = fleet.engines[1].of(AddRequest)
+    with pytest.raises(InvalidField, match="request_id"):
+        parse_body({"request_id": moved.request_id}, GenerationBody, {})
+    for name in ("x~0.1", "x-0", "x_0"):  # names of earlier versions of this server
+        stream = await fleet.client.submit(request(name))
+        assert taken(stream) == [] and fleet.engines[1].of(AddRequest)[-1].request_id == name
+
+
+@in_loop
+async def test_what_waits_while_no_replica_takes_requests_is_bounded_by_their_queues(fleet):
+    running = await fleet.client.submit(request("running", n=2))
+    for replica in fleet.replicas:
+        replica.advance(ReplicaEvent.DRAIN)
+    waiting = [await fleet.client.submit(request(f"waits-{i}", n=2)) for i in range(MAX_WAITING)]
+    with pytest.raises(QueueFull, match=f"at most {2 * MAX_WAITING} choices") as refused:
+        await fleet.client.submit(request("one-too-many"))
+    assert refused.value.detail["retry_after"]
+    waiting.pop().close()
+    waiting.append(await fleet.client.submit(request("in-its-place", n=2)))
+    fleet.lose(0)  # what ran there waits too, and takes the place of no other request
+    waiting.pop().close()
+    waiting.append(await fleet.client.submit(request("the-last", n=2)))
+    fleet.replicas[1].advance(ReplicaEvent.UNDRAIN)
+    await fleet.settle()
+    sent = [add.request_id for add in fleet.engines[1].of(AddRequest)]
+    assert sent == ["waits-0", "running", "the-last"] and not running.ended
 
 
 @in_loop

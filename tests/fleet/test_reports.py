@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
 from fastdeploy.core.errors import FleetCallFailed, InvalidField, PauseTimeout
 from fastdeploy.fleet.reports import merge, merge_metrics, refusal, with_boot_id
+from fastdeploy.metrics.metrics import EngineMetrics
+
+# All characters that end a line for str.splitlines, and those that mean something in a sample.
+SEPARATORS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+NAMES = st.text(st.sampled_from('a {}",=#\\' + SEPARATORS) | st.characters(codec="utf-8"), min_size=1)
 
 
 def test_counts_are_added_and_times_are_those_of_the_slowest():
@@ -88,3 +97,24 @@ def test_metrics_of_all_replicas_are_one_exposition_with_one_help_line_each():
         'b_sum{replica="r0"} 3.0',
         'b_sum{replica="r\\"1"} 3.0',
     ]
+
+
+def samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """Return (name, labels, value) of every sample, as a reader of Prometheus' format finds them."""
+    families = text_string_to_metric_families(text)
+    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+
+@given(names=st.lists(NAMES, min_size=1, max_size=3, unique=True))
+@example(names=[f'a{separator}fastdeploy:forged{{x="y"}} 7' for separator in SEPARATORS])
+def test_names_of_adapters_neither_break_nor_add_a_sample(names):
+    metrics = EngineMetrics()
+    metrics.add_series("adapter_requests", "Of each", "lora_name", lambda: dict.fromkeys(names, 2.0))
+    text = metrics.render()
+    alone = samples(text)
+    found = [labels["lora_name"] for name, labels, _ in alone if name == "fastdeploy:adapter_requests"]
+    assert found == names
+    merged = samples(merge_metrics({"r0": text, "r1": text}))
+    assert sorted(map(str, merged)) == sorted(
+        str((name, {"replica": replica, **labels}, value)) for name, labels, value in alone for replica in ("r0", "r1")
+    )

@@ -1,7 +1,10 @@
 """Hypothesis explores the fleet: calls that overlap, messages that are late, doubled or lost, replicas that die, hang
-or refuse, and gateways that die at any point."""
+or refuse, gateways that die at any point, and a trainer that writes other weights, adapters and EOS ids to its folder
+at any time."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 from hypothesis import example, given, note, settings
@@ -9,16 +12,19 @@ from hypothesis import strategies as st
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from fleet.simulated_fleet import SimulatedFleet
+from fleet.simulated_fleet import SOURCE, SimulatedFleet
 from support.search import examples
-
-SOURCE = FolderSource("/w")
 
 
 def hold(name: str | None) -> m.PauseArgs:
     return m.PauseArgs("keep", hold_id=name)
 
 
+ADAPTER_CALLS = [
+    lambda n: m.LoadAdapterArgs("lora", FolderSource(f"/a{n}")),
+    lambda n: m.LoadAdapterArgs("other", FolderSource(f"/a{n}")),
+    lambda n: m.UnloadAdapterArgs("lora"),
+]
 CALLS = [
     lambda n: hold("a"),
     lambda n: hold("b"),
@@ -30,8 +36,7 @@ CALLS = [
     lambda n: m.UpdateChunkArgs(None, SOURCE, placed_by="s"),
     lambda n: m.CommitUpdateArgs(None, placed_by="s"),
     lambda n: m.AbortUpdateArgs(),
-    lambda n: m.LoadAdapterArgs("lora", SOURCE),
-    lambda n: m.UnloadAdapterArgs("lora"),
+    *ADAPTER_CALLS,
     lambda n: m.SleepArgs(),
     lambda n: m.WakeArgs(),
 ]
@@ -48,10 +53,14 @@ REFUSABLE = [
 # The steps of a script, the frequent ones several times.
 STEPS = (
     *["call"] * 8,
+    *["whole call of an adapter"] * 2,
     *["handle"] * 6,
     *["handle twice"] * 2,
     *["deliver"] * 6,
-    *["deadline", "die", "hang", "refuse", "refuse", "join", "join", "settle", "new gateway"],
+    *["deadline", "die", "hang", "refuse", "refuse", "join", "join", "new gateway"],
+    *["settle"] * 3,
+    *["write"] * 2,
+    *["die and join"] * 3,
 )
 
 
@@ -64,12 +73,19 @@ def scripts(min_size: int, max_size: int) -> st.SearchStrategy[list[tuple[str, i
 def play(num: int, script: list[tuple[str, int]]) -> None:
     """Run a script, and check the fleet at every point where nothing is in flight."""
     note(f"play({num}, {script})")
-    fleet = SimulatedFleet(num)
+    with asyncio.Runner() as runner:
+        play_in(SimulatedFleet(num, runner.get_loop()), num, script)
+
+
+def play_in(fleet: SimulatedFleet, num: int, script: list[tuple[str, int]]) -> None:
     for number, (what, at) in enumerate(script):
         name = f"r{at % num}"
         match what:
             case "call":
                 fleet.gateway.call(CALLS[at % len(CALLS)](number))
+            case "whole call of an adapter":
+                fleet.gateway.call(ADAPTER_CALLS[at % len(ADAPTER_CALLS)](number))
+                fleet.settle()
             case "handle" | "handle twice":
                 fleet.handle_one(name, doubled=what == "handle twice")
             case "deliver":
@@ -86,11 +102,17 @@ def play(num: int, script: list[tuple[str, int]]) -> None:
                 fleet.replicas[name].refuses.add(REFUSABLE[at // num % len(REFUSABLE)])
             case "join":
                 fleet.join(name)
+            case "die and join":
+                fleet.die(name)
+                fleet.settle()
+                fleet.join(name)
             case "settle":
                 fleet.settle()
                 fleet.check()
             case "new gateway":
                 fleet.new_gateway()
+            case "write":
+                fleet.sources.write()
     fleet.settle()
     fleet.check()
 
@@ -101,10 +123,26 @@ REFUSED_RESUME = [
     *[("call", 3), ("handle", 2), ("call", 0), ("die", 0), ("refuse", 5)],
 ]
 
+# After the reply to a load, or to an update with EOS ids, the trainer overwrites the folder. Then a replica comes back.
+OVERWRITTEN = [
+    [("call", 10), ("settle", 0), ("write", 0), ("die and join", 0)],
+    [("write", 0), ("call", 5), ("settle", 0), ("write", 0), ("die and join", 0)],
+]
 
-@examples(1000)
-@given(num=st.integers(2, 5), script=scripts(3, 30))
+# The only replica that has committed a load dies. The other one refuses, and the next load gets another number.
+LOST_COMMIT = [
+    *[("call", CALLS.index(ADAPTER_CALLS[0])), ("handle", 0), ("handle", 1), ("deliver", 0), ("deliver", 1)],
+    *[("refuse", 1 + 2 * REFUSABLE.index(m.EndLoadArgs)), ("handle", 0), ("die", 0), ("settle", 0)],
+    ("whole call of an adapter", 0),
+]
+
+
+@examples(600)
+@given(num=st.integers(2, 5), script=scripts(12, 50))
 @example(num=3, script=REFUSED_RESUME)
+@example(num=2, script=OVERWRITTEN[0])
+@example(num=2, script=OVERWRITTEN[1])
+@example(num=2, script=LOST_COMMIT)
 def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script):
     play(num, script)
 

@@ -1,8 +1,9 @@
 """Many tenants with SkyRL's own client: syncs of one adapter while others generate. Run by test_skyrl_adapters.py in
 the environment of the frameworks; prints one line of JSON.
 
-The four cases are those that SkyRL tested on vLLM (its pull request 1657). The fifth has two controllers. All are run
-in each way in which a trainer can hold back the requests of the adapter that it syncs:
+Four cases are those that SkyRL tested on vLLM (its pull request 1657). One has two controllers. Before them comes the
+first sync of a tenant, whose adapter was never loaded. All are run in each way in which a trainer can hold back the
+requests of the adapter that it syncs:
 
 plain    SkyRL 0.4's pause_generation: the whole engine freezes
 native   this server's pause of one adapter
@@ -86,7 +87,7 @@ class Tenant:
             await self._client.pause_generation()
         else:
             await post(self._url, "/v1/pause", lora_name=self.name, mode="keep")
-        return (await requests(self._url))[self.name]
+        return (await requests(self._url)).get(self.name, 0)
 
     async def resume(self) -> None:
         if self._way == "plain":
@@ -109,7 +110,7 @@ class Cases:
         self._folders = folders
 
     async def run(self) -> dict[str, Any]:
-        results: dict[str, Any] = {}
+        results: dict[str, Any] = {"first_sync": await asyncio.wait_for(self.first_sync(), 300)}
         for case in (self.paused, self.in_flight, self.swap, self.whole_engine, self.two_controllers):
             a, b, c = (Tenant(self._url, name, self._way) for name in "ABC")
             await a.load(self._folders["A1"])
@@ -148,6 +149,19 @@ class Cases:
         """Return whether the engine has all requests of ``tenants``."""
         counts = await requests(self._url)
         return all(counts[tenant.name] == len(PROMPTS) for tenant in tenants)
+
+    async def first_sync(self) -> dict[str, Any]:
+        """A new tenant holds back its requests, of which there are none, and loads its first policy. This server's own
+        pause needs an adapter, so a trainer that uses it loads without a pause."""
+        new = Tenant(self._url, "new", self._way)
+        pauses = self._way != "native"
+        held = await new.pause() if pauses else 0
+        await new.load(self._folders["A1"])
+        if pauses:
+            await new.resume()
+        answer = await new.generate(PROMPTS[0])
+        await new.close()
+        return {"held": held, "answer": answer}
 
     async def paused(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
         """While A is paused, B's new requests complete, and A's do not begin."""

@@ -48,6 +48,13 @@ def test_the_policies_give_different_answers(results):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_the_first_sync_of_a_new_tenant_succeeds(results, way):
+    seen = results[way]["first_sync"]
+    assert seen["held"] == 0 and whole(results, [seen["answer"]])
+    assert seen["answer"]["ids"] == results["alone"]["A1"][0]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_tenants_pause_does_not_stop_another_tenant(results, way):
     seen = results[way]["paused"]
     assert seen["state"] == (RUNNING if way in SCOPED else PAUSED)

@@ -30,7 +30,7 @@ UPLOADS = {
 JSON = "application/json"
 EXAMPLES = {
     "prompt": "a", "messages": [{"role": "user", "content": "a"}], "token_ids": [1], "session_id": "s", "hold_id": "h",
-    "request_ids": [], "lora_name": "a", "name": "a",
+    "request_ids": [], "tokens": [1], "lora_name": "a", "name": "a",
 }  # fmt: skip
 
 

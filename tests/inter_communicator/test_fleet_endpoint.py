@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ import zmq.asyncio
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineDead, InvalidField
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.inter_communicator import ipc_dir, zmq_transport
+from fastdeploy.inter_communicator import connection_limit, ipc_dir, zmq_transport
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, guard_client, take_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
@@ -244,3 +244,77 @@ async def test_a_message_above_the_limit_of_the_network_ends_its_connection_only
             assert await gateway.call(m.PauseStatusArgs()) == {}
         async with connected(engine.local) as server:
             assert await server.call(m.SetVersionArgs("x" * 8192)) == {}
+
+
+class Strangers:
+    """``num`` connections without the fleet key, which say nothing."""
+
+    def __init__(self, endpoint: str, num: int):
+        host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+        self._sockets = [socket.socket() for _ in range(num)]
+        for one in self._sockets:
+            one.setblocking(False)
+            one.connect_ex((host, int(port)))
+
+    def let_in(self) -> int:
+        """Return how many have got ZMQ's greeting, and still have their connection."""
+        return sum(map(self._is_greeted, self._sockets))
+
+    def _is_greeted(self, one: socket.socket) -> bool:
+        try:
+            return len(one.recv(1, socket.MSG_PEEK)) > 0
+        except OSError:  # nothing has come, or the connection is lost
+            return False
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_strangers_are_let_in_up_to_a_limit_and_disturb_nobody_who_has_the_key(monkeypatch):
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 8)
+    with listening() as engine:
+        async with connected(engine.fleet, SECRET) as gateway, connected(engine.local) as server:
+            first = Strangers(engine.fleet, 7)  # with the gateway's, as many connections as there may be
+            await until(lambda: engine.transport._limit.is_reached)
+            others = Strangers(engine.fleet, 100)
+            for _ in range(50):  # without the limit, ZMQ lets in all of them in this time
+                assert await gateway.call(m.PauseStatusArgs()) == await server.call(m.PauseStatusArgs()) == {}
+            assert first.let_in() == 7 and others.let_in() <= connection_limit.BACKLOG
+            async with connected(engine.local) as another:
+                assert await another.call(m.PauseStatusArgs()) == {}
+            first.close()
+            others.close()
+            async with connected(engine.fleet, SECRET) as next_gateway:
+                assert await next_gateway.call(m.PauseStatusArgs()) == {}
+
+
+async def test_a_gateway_can_connect_though_strangers_stay(monkeypatch):
+    """Strangers are cut when the time for the handshake has passed. So their number here ends too."""
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(zmq_transport, "HANDSHAKE_S", 0.2)
+    with listening() as engine:
+        strangers = Strangers(engine.fleet, 16)
+        await until(lambda: strangers.let_in() >= 8)
+        async with connected(engine.fleet, SECRET) as gateway:
+            assert await gateway.call(m.PauseStatusArgs()) == {}
+        strangers.close()
+
+
+async def test_the_limit_leaves_files_for_the_engine(monkeypatch):
+    monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda kind: (256, 4096))
+    with listening() as engine:
+        assert engine.transport._limit.max_open == 64
+
+
+async def test_connections_of_api_servers_count_for_no_limit(monkeypatch):
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 2)
+    with listening() as engine:
+        async with connected(engine.local), connected(engine.local), connected(engine.fleet, SECRET) as gateway:
+            assert await gateway.call(m.PauseStatusArgs()) == {} and not engine.transport._limit.is_reached

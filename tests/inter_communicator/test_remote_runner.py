@@ -79,11 +79,11 @@ def test_weights_that_are_ready_after_their_session_was_given_up_are_freed():
 
 def test_an_adapter_that_was_read_stays_until_it_is_committed_or_discarded():
     runner = Mock()
-    runner.begin_adapter().read.return_value = AdapterInfo(8, 1000)
+    runner.begin_adapter().read.return_value = AdapterInfo(8, 1000, "f")
     with tempfile.TemporaryDirectory() as folder:
         server = RunnerServer(folder)
         first, second = (server._beside_call(runner, m.ReadAdapter("folder")) for _ in range(2))
-        assert first.info == AdapterInfo(8, 1000) and set(server._adapters) == {first.staging, second.staging}
+        assert first.info == AdapterInfo(8, 1000, "f") and set(server._adapters) == {first.staging, second.staging}
         server._step_call(runner, m.CommitAdapter(5, first.staging))
         server._step_call(runner, m.DiscardAdapter(second.staging))
         assert server._adapters == {}

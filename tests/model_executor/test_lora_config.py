@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -178,14 +179,26 @@ def test_a_rank_that_no_module_has_does_not_count():
     assert read_lora_config(LIST | {"r": 99, "rank_pattern": {".*": 4}}, MODULES, 16)
 
 
-def test_an_expression_that_takes_for_ever_is_refused_and_other_threads_run_meanwhile(monkeypatch):
-    monkeypatch.setattr(lora_config, "MAX_CPU_S", 1)
+def test_an_expression_that_takes_for_ever_is_refused_once_and_other_threads_run_meanwhile(monkeypatch):
+    config = {"target_modules": r"(.*)*(.*)*(.*)*x"}
     found: list[WeightUpdateRefused] = []
-    thread = threading.Thread(target=lambda: found.append(refusal({"target_modules": r"(.*)*(.*)*(.*)*x"})))
+    thread = threading.Thread(target=lambda: found.append(refusal(config)))
     thread.start()
     while thread.is_alive():  # never comes here if the expression runs in this process
         thread.join(0.01)
     assert found[0].detail["key"] == "target_modules" and "regular expression" in found[0].message
+    monkeypatch.setattr(lora_config.subprocess, "run", None)
+    assert refusal(config).message == found[0].message, "remembered: the second refusal starts no process"
+
+
+def test_a_refusal_for_which_the_machine_may_be_the_reason_is_not_remembered(monkeypatch):
+    """The system may have ended the process since memory was short."""
+    config = {"target_modules": r"model\.layers\.0\..*_proj"}
+    killed = lora_config.subprocess.CompletedProcess([], -signal.SIGKILL, b"", b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_config.subprocess, "run", lambda *_, **__: killed)
+        assert refusal(config).detail["key"] == "target_modules"
+    assert read_lora_config(config, MODULES, 64)
 
 
 def test_a_config_with_a_list_and_no_patterns_starts_no_process(monkeypatch):

@@ -84,6 +84,23 @@ def test_a_scalar_and_an_empty_tensor_are_read(tmp_path):
         assert reader.read("s") == 3 and reader.read("e").shape == (0, 4)
 
 
+@pytest.mark.parametrize("second", [(0, 4), (0, 8), (4, 8), (6, 10)])
+def test_tensors_that_share_bytes_are_refused_by_name_and_file(second, tmp_path, segment):
+    """Such a file is a mistake of its writer, and one tensor would have the values of another."""
+    header = f'{{"a": {_entry(shape=(2,), offsets=(0, 8))}, "b": {_entry("U8", (4,), second)}}}'
+    source = _raw(tmp_path / "x", header.encode(), bytes(10))
+    segment.write_bytes(Path(source.path).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(Path(source.path).read_bytes())
+    for each in (source, SharedMemorySource(segment.name), FolderSource(str(tmp_path))):
+        refused(each, r"tensor [ab]: of \S+ shares bytes")
+
+
+def test_an_empty_tensor_may_lie_anywhere(tmp_path):
+    header = f'{{"a": {_entry(shape=(2,), offsets=(0, 8))}, "b": {_entry(shape=(0,), offsets=(4, 4))}}}'
+    with open_source(_raw(tmp_path / "x", header.encode(), bytes(8))) as reader:
+        assert reader.read("b").size == 0
+
+
 def test_a_tensor_read_from_shared_memory_is_a_copy(segment):
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     write_safetensors(segment, {"w": values})

@@ -23,16 +23,18 @@ EOS = 7
 VOCAB = 64
 CHECKPOINT = "/w"  # a folder that every server can read
 REFUSALS = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}  # by kind of fault
-FINISH_REASONS = {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}
+FINISH_REASONS = {"abort": "abort", "deadline": "abort", "unloaded": "abort", "stop": "stop", "length": "length"}
 
 
 class Fault(NamedTuple):
     """The end of one generation request after ``tokens`` tokens of each choice: "abort" (by a final chunk), "drop"
-    (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for), "reject"
-    (503 at once), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
+    (the connection breaks), "engine_dead" (an error event), "deadline" and "unloaded" (aborts that the caller asked
+    for), "reject" (503 at once), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone).
+    prefilled: tokens of the prompt that have logprobs at an end without a token. None: the list is null."""
 
     kind: str
     tokens: int = 0
+    prefilled: int | None = None
 
 
 def token_at(seed: int, choice: int, position: int) -> int:
@@ -62,6 +64,7 @@ class FakeServer:
         self.boot_id, self.weight_epoch, self.version = "boot-1", 0, "0"
         self.holds: dict[str, str] = {}  # mode by hold id; the holds of an adapter are "NAME/ID"
         self.adapters: dict[str, dict[str, Any]] = {}  # by name: the body of the last load, and its adapter_epoch
+        self.past_adapter_epoch = 0  # the highest adapter_epoch of an adapter that was unloaded
         self.weights = FakeWeights()
         self.session: dict[str, Any] | None = None  # the body of begin, and "staging"
         self.before_token: Callable[[int], None] = lambda position: None
@@ -90,6 +93,7 @@ class FakeServer:
         self.boot_id, self.weight_epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
         self.weights, self.session = FakeWeights(self.weights.dtype, self.weights.tied), None
         self.adapters.clear()
+        self.past_adapter_epoch = 0
         self.drop_all()
 
     def paths(self) -> list[str]:
@@ -191,7 +195,8 @@ class FakeServer:
                 elif len(ids) == budget:
                     end = "length"
             if len(ids) > start or end in FINISH_REASONS:
-                await self._write_output(writer, body, k, start, ids, text + text_of(ids[start:]), end)
+                known = fault.prefilled if fault is not None and not ids else len(prompt)
+                await self._write_output(writer, body, k, start, ids, text + text_of(ids[start:]), end, known)
                 text = ""
         if end == "non_finite":
             return await self._end_with_error(writer, k, last=body.get("n", 1) == 1)
@@ -211,8 +216,10 @@ class FakeServer:
         await self._write(writer, {"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else []))
         return not last
 
-    async def _write_output(self, writer, body, k: int, start: int, ids: list[int], text: str, end: str | None) -> None:
-        """Write an event with the tokens of choice ``k`` from ``start`` on."""
+    async def _write_output(
+        self, writer, body, k: int, start: int, ids: list[int], text: str, end: str | None, known: int | None
+    ) -> None:
+        """Write an event with the tokens of choice ``k`` from ``start`` on. known: prompt tokens that have logprobs."""
         new = ids[start:]
         values = [logprob_of(t, p) for p, t in enumerate(new, len(body["prompt"]) + start)]
         span = {"version": self.version, "weight_epoch": self.weight_epoch, "start": start, "end": len(ids)}
@@ -230,10 +237,11 @@ class FakeServer:
             top = [{f"token:{t}": v, "token_id:63": -9.0} for t, v in zip(new, values, strict=True)]
             choice["logprobs"] = {"token_logprobs": values, "top_logprobs": top, "tokens": [str(t) for t in new]}
         if end in FINISH_REASONS:
-            choice["stop_reason"] = "deadline" if end == "deadline" else None
+            choice["stop_reason"] = {"deadline": "deadline", "unloaded": "adapter_unloaded"}.get(end)
             choice["num_preempted"] = 1
         if start == 0 and k == 0 and body.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
+            entries = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
+            choice["prompt_logprobs"] = None if known is None else entries[:known]
         await self._write(writer, {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]})
 
     async def _write(self, writer: asyncio.StreamWriter, *events: dict[str, Any] | bytes) -> None:
@@ -306,15 +314,21 @@ class FakeServer:
 
     def _v1_adapters_load(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body["lora_name"]
-        adapter_epoch = self.adapters.get(name, {}).get("adapter_epoch", 0) + 1
+        adapter_epoch = self.adapters.get(name, {}).get("adapter_epoch", self.past_adapter_epoch) + 1
         self.adapters[name] = {"version": str(adapter_epoch)} | body | {"adapter_epoch": adapter_epoch}
         of_adapter = {key: self.adapters[name][key] for key in ("lora_name", "adapter_epoch", "version")}
         return self._label() | of_adapter | {"status": "loaded"}
 
     def _v1_adapters_unload(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.adapters.pop(body["lora_name"], None) is None:
+        if (adapter := self.adapters.pop(body["lora_name"], None)) is None:
             raise ModelNotFound(body["lora_name"])
-        return {"lora_name": body["lora_name"]}
+        self.past_adapter_epoch = max(self.past_adapter_epoch, adapter["adapter_epoch"])
+        return {"lora_name": body["lora_name"], "adapter_epoch": adapter["adapter_epoch"]}
+
+    def _v1_reset(self, body: dict[str, Any]) -> dict[str, Any]:
+        for lora_name in list(self.adapters):
+            self._v1_adapters_unload({"lora_name": lora_name})
+        return self._label()
 
     def _v1_weights_begin(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,45 @@ async def test_the_staleness_of_an_adapters_tokens_counts_the_loads_of_that_adap
         assert rollout.staleness == 2 and (rollout.min_version, rollout.max_version) == ("first", "3")
         again = await client.generate(PROMPT, PARAMS, lora_name="a")
         assert again.staleness == 0 and again.token_ids == rollout.token_ids
+
+
+async def test_publications_of_a_name_go_on_after_an_unload_and_no_span_joins_two_adapters():
+    async with FakeServer() as server, RolloutClient(server.url) as client:
+        await client.load_adapter("a", "/a")
+        await client.load_adapter("a", "/a")
+        server.faults.append(Fault("hang", 2))
+        other = asyncio.create_task(client.generate(PROMPT, PARAMS, lora_name="a"))
+        while not server.streams:
+            await asyncio.sleep(0.005)
+        await client.unload_adapter("a")
+        assert (await client.load_adapter("a", "/another")).number == 3
+        server.drop_all()
+        rollout = await asyncio.wait_for(other, 30)
+        assert (rollout.finish_reason, rollout.stop_reason, len(rollout.token_ids)) == ("abort", "adapter_unloaded", 2)
+        assert [(s.adapter_epoch, s.publication) for s in rollout.spans] == [(2, 2)] and rollout.staleness == 1
+        new = await client.generate(PROMPT, PARAMS, lora_name="a")
+        assert [(s.adapter_epoch, s.publication) for s in new.spans] == [(3, 3)] and new.staleness == 0
+        assert new.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ends_with", ["unload", "reset"])
+async def test_tokens_of_an_unloaded_adapter_are_not_taken_for_those_of_the_load_that_is_under_way(ends_with):
+    async with FakeServer() as server, RolloutClient(server.url) as client:
+        await client.load_adapter("a", "/a")
+        rollout = await client.generate(PROMPT, PARAMS, lora_name="a")
+        await (client.unload_adapter("a") if ends_with == "unload" else client.reset())
+        await client.load_adapter("a", "/b")
+        ledger = client._adapters.ledger("a")
+        ledger.begin_publication()
+        assert [ledger.publication_of(replace(span, publication=0)) for span in rollout.spans] == [1]
+        assert [ledger.publication_of(replace(span, adapter_epoch=3)) for span in rollout.spans] == [3]
+
+
+async def test_an_answer_that_a_fleet_ended_without_its_adapter_is_final():
+    async with FakeServer(Fault("unloaded", 3)) as server, RolloutClient(server.url) as client:
+        rollout = await client.generate(PROMPT, PARAMS, lora_name=None)
+        assert (rollout.finish_reason, rollout.stop_reason, len(rollout.token_ids)) == ("abort", "adapter_unloaded", 3)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("loads_before", [0, 1])
@@ -349,3 +389,16 @@ async def test_on_a_real_server_a_swap_of_one_adapter_in_its_pause_leaves_the_ot
             await client.unload_adapter("a")
             with pytest.raises(ModelNotFound):
                 await client.generate(PROMPT, params, lora_name="a")
+
+
+async def test_after_a_reset_the_adapters_of_the_run_before_are_unknown_and_their_names_free(tmp_path):
+    with real_server() as server:
+        async with RolloutClient(server.url) as client:
+            await client.load_adapter("a", write_adapter(tmp_path / "a1", "a1"))
+            await client.reset()
+            with pytest.raises(ModelNotFound):
+                await asyncio.wait_for(client.generate(PROMPT, PARAMS, lora_name="a"), 30)
+            await client.load_adapter("a", write_adapter(tmp_path / "a2", "a2"))
+            rollout = await client.generate(PROMPT, PARAMS, lora_name="a")
+            assert rollout.token_ids == expected_tokens(PROMPT, 8, adapter=2)
+            assert rollout.spans[0].publication == 2 and rollout.staleness == 0

@@ -71,15 +71,20 @@ def test_the_cached_tokens_are_those_of_the_attempt_that_made_the_first_token(fa
 @examples(40)
 @given(
     faults=st.lists(
-        st.builds(Fault, st.sampled_from(["abort", "drop", "engine_dead", "reject", "full"]), st.integers(0, 9)),
+        st.builds(Fault, st.sampled_from(["abort", "drop", "engine_dead", "reject", "full"]), st.integers(0, 9))
+        | st.builds(Fault, st.just("abort"), st.just(0), st.integers(0, len(PROMPT) - 1)),
         max_size=6,
     ),
     n=st.integers(1, 3),
     params=st.fixed_dictionaries(
-        {"seed": st.integers(0, 50), "max_tokens": st.integers(1, 40), "min_tokens": st.integers(0, 1)},
+        {
+            "seed": st.integers(0, 50),
+            "max_tokens": st.integers(1, 40),
+            "min_tokens": st.integers(0, 1),
+            "prompt_logprobs": st.sampled_from([0, None]),
+        },
         optional={
             "ignore_eos": st.booleans(),
-            "prompt_logprobs": st.just(0),
             "logprobs": st.sampled_from([None, 0, 2]),
         },
     ),
@@ -121,6 +126,22 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     assert "prompt_logprobs" not in request.body([partial])
 
 
+@pytest.mark.parametrize("prefilled", [None, *range(len(PROMPT))])
+def test_a_part_of_the_prompt_logprobs_is_not_taken_for_all_of_them(prefilled):
+    """Known failure 52: an abort within the prompt, before the first token."""
+    alone, _ = rollout()
+    joined, server = rollout(Fault("abort", 0, prefilled), Fault("drop", 0), Fault("abort", 0, prefilled))
+    assert content(joined) == content(alone) and len(joined.prompt_logprobs) == len(PROMPT)
+    assert ["prompt_logprobs" in body for body in server.requests] == [True] * 4
+
+
+def test_a_token_with_a_part_of_the_prompt_logprobs_is_malformed():
+    partial = begun(RolloutRequest(PROMPT, {"prompt_logprobs": 0}), [])
+    event = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "prompt_logprobs": [None]}
+    with pytest.raises(MalformedReply, match="5 prompt tokens, got 1"):
+        partial.add_output(event, None)
+
+
 def test_aborted_choices_of_a_group_continue_without_changing_the_others():
     group, server = rollouts(Fault("drop", 5), n=4)
     assert [r.token_ids for r in group] == [[token_at(3, k, position) for position in range(5, 17)] for k in range(4)]
@@ -128,9 +149,10 @@ def test_aborted_choices_of_a_group_continue_without_changing_the_others():
     assert sorted((b["n"], b.get("first_choice", 0)) for b in server.requests[1:]) == [(1, k) for k in range(4)]
 
 
-def test_a_seed_is_chosen_by_the_client_and_stays_the_same():
-    joined, server = rollout(Fault("abort", 5), params={"max_tokens": 12, "ignore_eos": True})
-    assert {b["seed"] for b in server.requests} == {joined.seed}
+@pytest.mark.parametrize("given", [{}, {"seed": -1}], ids=str)
+def test_a_seed_is_chosen_by_the_client_and_stays_the_same(given):
+    joined, server = rollout(Fault("abort", 5), params={"max_tokens": 12, "ignore_eos": True, **given})
+    assert {b["seed"] for b in server.requests} == {joined.seed} and joined.seed >= 0
     again, _ = rollout(params={"max_tokens": 12, "ignore_eos": True, "seed": joined.seed})
     assert again.token_ids == joined.token_ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import numpy as np
 
+from fastdeploy.rl import replica as replica_module
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.replica import SLICE_BYTES, Replica
 
@@ -26,9 +27,10 @@ class Recorder(httpx.AsyncBaseTransport):
         return httpx.Response(200, json={})
 
 
-async def test_an_upload_is_sent_in_slices_with_its_length_and_can_be_sent_again():
+async def test_an_upload_is_sent_in_slices_with_its_length_and_can_be_sent_again(monkeypatch):
     recorder = Recorder()
-    replica = Replica("http://server", httpx.AsyncClient(transport=recorder))
+    monkeypatch.setattr(replica_module, "http_client", lambda headers: httpx.AsyncClient(transport=recorder))
+    replica = Replica("http://server", httpx.AsyncClient())
     upload = list(state_encoding.pieces(state_encoding.host_tensors(STATE)))
     for _ in range(2):
         await replica.call("POST", "/v1/weights/chunk", upload=upload)

@@ -29,6 +29,7 @@ TOKENS = 40
 PARAMS = {"max_tokens": TOKENS, "ignore_eos": True}
 LIMITS = Limits(prompt_length=64, response_length=TOKENS, max_model_len=128, ignore_eos=True)
 PROMPTS = [[11, 12, k + 1] for k in range(4)]
+LONG_TAIL = [21, 22, 23, 24] * 20  # makes a prompt that is prefilled in several steps
 # Events while requests run, one after the other, each after a pause in milliseconds.
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["restart", "cut", "abort", "reject", "hold", "crowd"]), st.integers(0, 30)), max_size=5
@@ -80,21 +81,33 @@ def assert_nothing_is_left(server: RealServer) -> None:
 
 
 @SCHEDULES
-@given(events=EVENTS, budgets=BUDGETS, n=st.integers(1, 3), named=st.booleans(), retained=st.booleans())
-def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained):
+@given(
+    events=EVENTS,
+    budgets=BUDGETS,
+    n=st.integers(1, 3),
+    named=st.booleans(),
+    retained=st.booleans(),
+    scored=st.booleans(),
+)
+def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained, scored):
+    prompts = [prompt + LONG_TAIL for prompt in PROMPTS] if scored else PROMPTS
+
     async def go():
         async with Wire(server.url, [None, *budgets]) as wire, RolloutClient(wire.url, max_failures=100) as client:
             params = PARAMS | ({"retain_s": 5.0} if named and retained else {})
+            params |= {"prompt_logprobs": 0} if scored else {}
             tasks = []
-            for k, prompt in enumerate(PROMPTS):
+            for k, prompt in enumerate(prompts):
                 options = {"request_id": f"{id(wire)}-{k}"} if named else {}
                 tasks.append(client.generate_group(prompt, params, n=n, **options))
             _, *groups = await asyncio.gather(disturb(server, wire, events), *tasks)
             return groups
 
     groups = run(go())
-    for prompt, group in zip(PROMPTS, groups, strict=True):
+    for prompt, group in zip(prompts, groups, strict=True):
         for rollout in group:
+            known = [entry and list(entry) for entry in rollout.prompt_logprobs or []]
+            assert known == ([None, *([token] for token in prompt[1:])] if scored else [])
             assert rollout.token_ids == expected_tokens(prompt, TOKENS)
             assert rollout.logprobs == [-float(token) for token in rollout.token_ids]
             assert rollout.finish_reason == "length"

@@ -44,6 +44,7 @@ class CheckedEngine(RuleBasedStateMachine):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_waiting": 20, "adapter_memory_mb": 2}
         self.h = Harness(runner, lost_commit=lost_commit, **limits)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
+        self.engine.adapters._copies._width = 1  # copies that run at once end in any order
         for name in ADAPTERS[:2]:
             content = f"a{next(self.contents)}"
             assert self.h.load_adapter(name, content, path=content).failure is None
@@ -289,6 +290,9 @@ class CheckedEngine(RuleBasedStateMachine):
         match args:
             case m.PauseArgs() | m.ResumeArgs() if code == "model_not_found":
                 assert args.scope != WHOLE_ENGINE and args.scope.removeprefix("adapter:") not in self.known
+            case m.PauseArgs(mode="wait") if code == "pause_blocked":
+                assert args.scope != WHOLE_ENGINE and reply.failure.detail["held_by"]
+                event("a wait that the whole engine blocks")
             case m.PauseArgs():
                 assert code in (None, "pause_interrupted", "pause_timeout"), reply
                 event(f"pause {args.mode}: {code}")

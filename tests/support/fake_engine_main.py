@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from support.fake_engine_server import FakeEngine, reply_with
+
+EXIT = 60  # the system call of one thread, on x86-64
 
 
 def main() -> int:
@@ -39,7 +42,7 @@ def main() -> int:
             os.close(os.open(os.path.join(args.socket_dir, "started"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return 1
-    if config.served_model_name == "stubborn":
+    if config.served_model_name in ("stubborn", "immortal"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def tell_and_be_silent(add: AddRequest) -> list[m.Output]:
@@ -48,7 +51,9 @@ def main() -> int:
 
     script = tell_and_be_silent if config.served_model_name == "silent" else reply_with([104, 105])
     engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex, pid=os.getpid())
-    engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}
+    engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid(), "short_lives": config.short_lives}
+    # Ends the main thread alone, like the death of an engine of which another thread hangs in a read.
+    signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).syscall(EXIT, 0))
 
     def commit(call: m.Call) -> m.Reply:
         events.send("commit", weight_epoch=1)

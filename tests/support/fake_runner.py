@@ -79,6 +79,11 @@ def tensor_fingerprint(weights: int) -> str:
     return hashlib.sha256(f"tensor {weights}".encode()).hexdigest()[:32]
 
 
+def adapter_fingerprint(content: str) -> str:
+    """Return the fingerprint of an adapter with these tensors, see FakeAdapterStaging."""
+    return hashlib.sha256(f"adapter {content}".encode()).hexdigest()
+
+
 def write_adapter(folder: Path, content: str) -> str:
     """Write a PEFT folder for the fake runner, and return its path. content: see FakeAdapterStaging."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,14 +103,15 @@ class FakeAdapterStaging:
     def read(self, path: str) -> AdapterInfo:
         assert self._runner.may_stage.wait(30)
         self._runner.adapter_reads += 1
-        content, _, size = (Path(path) / "adapter_model.safetensors").read_text().partition(":")
+        text = (Path(path) / "adapter_model.safetensors").read_text()
+        content, _, size = text.partition(":")
         if content == "garbage":
             raise ValueError("an unexpected error of a reader")
         if not content.startswith("a"):
             raise WeightUpdateRefused(f"{content}: not the tensors of an adapter")
         k, _, recompute = content[1:].partition("-")
         self._packed = Packed(int(k), recompute != "recompute")
-        return AdapterInfo(rank=8, nbytes=int(size or MIB))
+        return AdapterInfo(rank=8, nbytes=int(size or MIB), fingerprint=adapter_fingerprint(text))
 
     def finish(self) -> Packed:
         assert self._packed is not None
@@ -181,6 +187,7 @@ class FakeStaging:
     def abandon(self) -> None:
         self.abandoned = True
         self.was_abandoned.set()
+        assert self._runner.may_stage.wait(30)
 
     def _check_wanted(self) -> None:
         if self.abandoned:
@@ -370,6 +377,9 @@ class FakeRunner:
         self.weights, keeps_kv = weights
         self.has_weights = True
         self.mixed_ok = set(self._end) if keeps_kv else set()
+
+    def check_adapter(self, config: bytes) -> None:
+        """Take any config."""
 
     def begin_adapter(self) -> FakeAdapterStaging:
         return FakeAdapterStaging(self)

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -105,13 +105,14 @@ class Harness:
         self._folder: Path | None = None
         store = self.engine.adapters.store
         store.copy = functools.partial(self._copy_adapter, store.copy)
+        store.look, store.remove = self._held_up(store.look), self._held_up(store.remove)
         self.connect("a")
 
     # ---------------------------------------------------------------- a client's side
 
     def connect(self, client: str, pid: int = 1) -> None:
         self.send(m.Hello(pid), client)
-        self.engine.run_once(block=False)
+        self.run_rounds()
 
     def send(self, message: m.ToEngine, client: str = "a") -> None:
         self.transport.inbox.append((client, message))
@@ -155,6 +156,13 @@ class Harness:
         assert self.runner.may_stage.wait(30)
         copy(*args)
 
+    def _held_up(self, work: Callable[..., object]) -> Callable[..., object]:
+        def after_the_round(*args):
+            assert self.runner.may_stage.wait(30)
+            return work(*args)
+
+        return after_the_round
+
     def unload_adapter(self, name: str) -> m.Reply:
         return self.ask(m.UnloadAdapterArgs(name))
 
@@ -192,6 +200,7 @@ class Harness:
 
     def run_rounds(self, times: int = 1) -> None:
         for _ in range(times):
+            self.join_staging()
             with self._staging_held_up():
                 self.engine.run_once(block=False)
             self.join_staging()
@@ -233,7 +242,7 @@ class Harness:
 
     def metric(self, name: str) -> float:
         """Return the value of ``fastdeploy:<name>``."""
-        lines = self.ask(m.MetricsArgs()).result["text"].splitlines()
+        lines = self.ask(m.MetricsArgs()).result["text"].split("\n")
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"fastdeploy:{name} "))
 
     def reply(self, call_id: int, client: str = "a") -> m.Reply | None:

@@ -72,6 +72,5 @@ REFUSALS: dict[type, set[str]] = {
     m.LoadAdapterArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "adapter_loaded"},
     m.EndLoadArgs: {"wrong_order", "version_conflict"},
     m.UnloadAdapterArgs: {"model_not_found"},
-    m.AbortArgs: {"model_not_found"},
     m.PauseStatusArgs: {"model_not_found"},
 }  # fmt: skip

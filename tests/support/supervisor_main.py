@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.logger import setup_logging
+from fastdeploy.entrypoints import child
+from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.inter_communicator.fleet_key import take_fleet_key
 
@@ -17,6 +20,9 @@ if __name__ == "__main__":
     serve = ServeConfig(
         model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=60.0
     )
+    if name == "immortal":  # as if a thread of the engine read from a dead mount
+        Child.kill = lambda self: self.name == "engine" or self.signal(signal.SIGKILL)
+    child.KILLED_S = 0.5
     key = take_fleet_key(os.environ)
     module = "support.fake_engine_main"
     sys.exit(Supervisor(engine, serve, engine_module=module, first_delay_s=0.05, fleet_key=key).run())

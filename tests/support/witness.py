@@ -155,7 +155,7 @@ class Witness:
         assert (span.weight_epoch, span.adapter_epoch) == epochs, f"{where}: {span}"
         version, content = self.versions[span.weight_epoch], 0
         if stream.adapter:
-            content, version = self.book.loaded[stream.adapter, span.adapter_epoch]
+            content, version = self.book.loaded[span.adapter, span.adapter_epoch]
         assert (span.version, span.adapter) == (version, stream.add.adapter), f"{where}: {span}"
         if span.recomputed:
             # Perhaps only the KV of the prompt was of earlier weights, and was lost after the first token.

@@ -23,7 +23,7 @@ RANK = 16  # 360 KB for an adapter
 # Faults, which a good run has not, and steps that may end before a pause can stop them.
 MAY_BE_ZERO = {
     "non_finite_rows_total", "non_finite_commits_total", "internal_errors_total", "trace_events_dropped_total",
-    "steps_abandoned_total",
+    "steps_abandoned_total", "engine_short_lives",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
+from fastdeploy.model_executor import lora_config
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import PREFIX, adapter_tensors, cases, config_of, simple, write_adapter
 from support.checkpoints import SPECS, bfloat16_bits, prompt
@@ -134,6 +136,24 @@ def test_the_info_names_the_largest_rank_and_the_bytes(runner, tmp_path):
     assert info.rank == 8 and size <= info.nbytes == staging.finish().nbytes
 
 
+def test_the_fingerprint_is_of_all_that_the_adapter_computes_with_and_of_nothing_else(runner, tmp_path):
+    def found(name: str, tensors: dict | None = None, **config) -> str:
+        folder = write_adapter(tmp_path / name, SPEC, GOOD, tensors, config_of(GOOD) | config)
+        return runner.begin_adapter().read(str(folder)).fingerprint
+
+    good = found("good")
+    assert found("notes", lora_dropout=0.1, base_model_name_or_path="elsewhere") == good
+    assert found("copy", adapter_tensors(SPEC, GOOD)) == good
+    others = [
+        found("one value of A", changed(a=with_value(A, A[-1, -1] + 1))),
+        found("one value of B", changed(b=with_value(B, 0.0))),
+        found("alpha", lora_alpha=17),
+        found("rslora", use_rslora=True),
+        found("one alpha", alpha_pattern={"model.layers.0.self_attn.q_proj": 3}),
+    ]
+    assert len({good, *others}) == 6
+
+
 def test_the_folder_is_not_needed_after_it_was_read(runner, tmp_path):
     folder = write_adapter(tmp_path / "a", SPEC, GOOD)
     served = load(runner, 1, folder)
@@ -232,4 +252,25 @@ def test_a_runner_behind_sockets_reads_commits_and_drops_adapters(runner, tmp_pa
         remote.begin_adapter().read(str(write_adapter(tmp_path / "c", SPEC, GOOD, changed(a=None))))
     remote.drop_adapters([3])
     assert output(remote, load(remote, 3, folder)) == before
+    close()
+
+
+def test_the_check_of_a_config_matches_its_expressions_so_that_a_read_starts_no_process(
+    make_runner, tmp_path, monkeypatch
+):
+    """Reads are done one by one, checks beside each other. So the processes belong to the checks."""
+    runner = make_runner("qwen2")
+    config = config_of(GOOD) | {"target_modules": r".*\.(q|v|k)_proj", "rank_pattern": {"no_such_module": 3}}
+    remote, close = serve_in_thread(runner)
+    for refused, field in (({"r": 0}, "r"), ({"target_modules": "("}, "target_modules")):
+        with pytest.raises(WeightUpdateRefused) as error:
+            remote.check_adapter(json.dumps(config | refused).encode())
+        assert error.value.detail["key"] == field
+    remote.check_adapter(json.dumps(config | {"target_modules": None}).encode())
+    remote.check_adapter(json.dumps(config).encode())
+    monkeypatch.setattr(lora_config.subprocess, "run", None)
+    folder = write_adapter(tmp_path / "a", SPEC, GOOD)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightUpdateRefused, match="adapter_config.json targets its module|belongs to no module"):
+        remote.begin_adapter().read(str(folder))
     close()

@@ -101,7 +101,7 @@ class SleepingAdapterStaging:
         if not content.startswith("a") or not content[1:].isdigit():
             raise WeightUpdateRefused("adapter_model.safetensors: expected the text a<number>")
         self._number = int(content[1:])
-        return AdapterInfo(8, ADAPTER_BYTES)
+        return AdapterInfo(8, ADAPTER_BYTES, content)
 
     def finish(self) -> int:
         return self._number
@@ -178,6 +178,9 @@ class SleepingRunner:
         self.weights, self.has_weights = weights, True
 
     def refresh_standby(self) -> None: ...
+
+    def check_adapter(self, config: bytes) -> None:
+        return
 
     def begin_adapter(self) -> SleepingAdapterStaging:
         return SleepingAdapterStaging()

@@ -107,7 +107,7 @@ class Server:
     async def metrics(self) -> dict[str, float]:
         """Return all metrics without labels, by their name. Raises httpx.HTTPError."""
         text = (await self._http.get("/metrics")).raise_for_status().text
-        lines = [line.split() for line in text.splitlines() if line.startswith("fastdeploy:") and "{" not in line]
+        lines = [line.split() for line in text.split("\n") if line.startswith("fastdeploy:") and "{" not in line]
         return {name.removeprefix("fastdeploy:"): float(value) for name, value in lines}
 
 

@@ -152,10 +152,14 @@ def read_header(fd: int) -> Header:
         tensors = {name: msgspec.json.decode(part, type=TensorInfo) for name, part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"it has a broken header: {error}") from error
-    for name, info in tensors.items():
+    before = 0
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, end = info.data_offsets
         if not 0 <= begin <= end <= size - 8 - length:
             raise ValueError(f"tensor {name} does not lie in its {size} bytes: it was cut short")
+        if begin < min(before, end):
+            raise ValueError(f"tensor {name} shares bytes with the tensor before it")
+        before = max(before, end)
     return Header(tensors, metadata, 8 + length)
 
 

@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /metrics, /v1/models."""
+"""/health, /ready, /version, /metrics, /v1/models, /v1/models/ID."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import time
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import PlainTextResponse, Response
 
 from fastdeploy import __version__
-from fastdeploy.core.errors import EngineError, NotLeader
+from fastdeploy.core.errors import EngineError, ModelNotFound, NotLeader
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.errors import json_response
 from fastdeploy.inter_communicator import messages as m
+
+
+class TextConvertor(Convertor[str]):
+    """Takes all of the path that is left. Of starlette's convertor "path", a newline at the end would be lost."""
+
+    regex = "(?s:.*)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("text", TextConvertor())
 
 
 def health_router(context: ServingContext) -> APIRouter:
@@ -27,17 +43,28 @@ def health_router(context: ServingContext) -> APIRouter:
         is being replaced because it died or was stuck."""
         if client.welcome is not None and client.connected.is_set():
             return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
+        return _no_engine(client.missing_because)
+
+    @router.get("/liveness")
+    async def liveness() -> Response:
+        """Answer 200 if the engine's loop answers, paused or not, as prime-rl's server does. A Kubernetes probe that
+        restarts the server should allow for the time that a new engine takes to load."""
+        try:
+            await client.call(m.PauseStatusArgs())
+        except (EngineError, NotLeader) as error:
+            return _no_engine(error.message)
+        return json_response({"status": "ok"})
 
     @router.get("/ready")
     async def ready() -> Response:
-        """Answer 503 with a reason while new requests are refused. A pause that holds new requests refuses none."""
+        """Answer 503 with a reason while no engine takes new requests, or all of them are refused. A pause that holds
+        new requests refuses none."""
         try:
             status = await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
-        if not client.connected.is_set():  # a gateway that does not lead answers reads only
-            return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
+            return _no_engine(error.message)
+        if reason := client.closed_because:
+            return _no_engine(reason)
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})
@@ -54,14 +81,28 @@ def health_router(context: ServingContext) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         """List the base model, then the adapters. An adapter is named in requests like a model."""
-        adapters = await known_adapters(context)
+        return json_response({"object": "list", "data": await cards()})
 
-        def card(name: str, root: str | None, parent: str | None) -> dict[str, Any]:
-            about = {"id": name, "object": "model", "created": started, "owned_by": "fastdeploy"}
-            return about | {"root": root, "parent": parent, "max_model_len": context.max_model_len}
+    @router.get("/v1/models/{model_id:text}")
+    async def model(model_id: str) -> Response:
+        """Describe one model by any name that requests may use for it. An id may have slashes."""
+        name = context.model_name(context.adapter(model_id))
+        for card in await cards():
+            if card["id"] == name:
+                return json_response(card)
+        raise ModelNotFound(f"model: {name!r} is not served here", param="model")
 
-        base = config.served_model_name
-        cards = [card(adapter["lora_name"], adapter["path"] or None, base) for adapter in adapters]
-        return json_response({"object": "list", "data": [card(base, config.model, None), *cards]})
+    async def cards() -> list[dict[str, Any]]:
+        base, shared = config.served_model_name, {"object": "model", "created": started, "owned_by": "fastdeploy"}
+        models: list[tuple[str, str | None, str | None]] = [(base, config.model, None)]
+        models += [(a["lora_name"], a["path"] or None, base) for a in await known_adapters(context)]
+        return [
+            {"id": name, **shared, "root": root, "parent": parent, "max_model_len": context.max_model_len}
+            for name, root, parent in models
+        ]
 
     return router
+
+
+def _no_engine(reason: str) -> Response:
+    return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import httpx
 
 PIECE_BYTES = 1 << 20
-PASSED_ON = ("content-length", "x-weight-")  # headers of a replica's answer
-PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they are in X-Weight-Version
+PASSED_ON = ("content-length", "x-weight-", "x-adapter-")  # headers of a replica's answer
+PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they are in a version in a header
 
 
 def export_router(context: ServingContext) -> APIRouter:
@@ -34,30 +34,36 @@ def export_router(context: ServingContext) -> APIRouter:
     @router.get("/v1/weights/export")
     async def export_weights(request: Request) -> Response:
         """Answer the weights that serve, with the names of the checkpoint and in the serving dtype. Headers:
-        X-Weight-Epoch, X-Weight-Version (percent-encoded) and X-Weight-Fingerprint. Steps go on meanwhile. The gateway
-        of a fleet answers the weights of one replica."""
+        X-Weight-Epoch, X-Weight-Version (percent-encoded), X-Weight-Fingerprint and X-Weight-EOS-Token-Ids. Steps go on
+        meanwhile. The gateway of a fleet answers the weights of one replica."""
         if isinstance(context.client, FleetClient) and (answer := context.client.remote_export()) is not None:
-            return await _passed_on(answer)
+            return await passed_on(answer)
         export = await _export(context.client)
         headers = {
             "Content-Length": str(export["nbytes"]),
             "X-Weight-Epoch": str(export["weight_epoch"]),
-            "X-Weight-Version": quote(export["version"], safe=PLAIN),
+            "X-Weight-Version": in_header(export["version"]),
             "X-Weight-Fingerprint": export["fingerprint"],
+            "X-Weight-EOS-Token-Ids": ",".join(map(str, export["eos_token_ids"])),
         }
         file = _take(export["path"])
-        return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(pieces(file), headers=headers, media_type="application/octet-stream")
 
     return router
 
 
-async def _passed_on(export: contextlib.AbstractAsyncContextManager[httpx.Response]) -> Response:
+def in_header(version: str) -> str:
+    """Return a version as the value of a header, percent-encoded."""
+    return quote(version, safe=PLAIN)
+
+
+async def passed_on(export: contextlib.AbstractAsyncContextManager[httpx.Response]) -> Response:
     """Return the answer of a replica on another host, which is passed on as it comes."""
     async with contextlib.AsyncExitStack() as stack:
         reply = await stack.enter_async_context(export)
         headers = {name: value for name, value in reply.headers.items() if name.startswith(PASSED_ON)}
-        pieces = _received(reply, stack.pop_all())
-        return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+        body = _received(reply, stack.pop_all())
+        return StreamingResponse(body, headers=headers, media_type="application/octet-stream")
 
 
 async def _received(reply: httpx.Response, stack: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
@@ -93,7 +99,8 @@ def _take(path: str) -> FileIO:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-async def _pieces(file: FileIO) -> AsyncIterator[bytes]:
+async def pieces(file: FileIO) -> AsyncIterator[bytes]:
+    """Yield the content of ``file``, and close it."""
     with file:
         while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
             yield piece

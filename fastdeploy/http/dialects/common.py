@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from fastdeploy import __version__
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
+from fastdeploy.core.errors import STATUS, AdapterFolderNotFound, FastDeployError, InvalidField
 from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
@@ -82,12 +82,7 @@ class Routes:
 
 
 async def place_pause(
-    client: ServingClient,
-    mode: str,
-    clear_cache: bool | None,
-    placed_by: str,
-    hold_id: str | None = None,
-    ttl_s: float | None = None,
+    client: ServingClient, mode: str, clear_cache: bool | None, placed_by: str, ttl_s: float, hold_id: str | None = None
 ) -> dict[str, Any]:
     """Pause the engine and return the report once it is quiesced. See PauseArgs for the arguments.
 
@@ -108,7 +103,8 @@ def sglang_errors(message_field: str = "message", **extra: Any) -> Callable[[Rou
     """Answer a FastDeployError in the shape that SGLang's clients read: success false, the message in
     ``message_field``, and ``extra`` beside them.
 
-    The status is 400, or the error's own status where the server is at fault (500 and above)."""
+    The status is 400. It is the error's own status where the server is at fault (500 and above), and 404 for a folder
+    without an adapter, as on all routes."""
 
     def decorate(route: Route) -> Route:
         @functools.wraps(route)
@@ -117,8 +113,9 @@ def sglang_errors(message_field: str = "message", **extra: Any) -> Callable[[Rou
                 return await route(request)
             except FastDeployError as error:
                 status = STATUS.get(error.code, 500)
+                told = status >= 500 or isinstance(error, AdapterFolderNotFound)
                 body = {"success": False, message_field: error.message, **extra, **error_body(error)}
-                return json_response(body, 400 if status < 500 else status)
+                return json_response(body, status if told else 400)
 
         return run
 

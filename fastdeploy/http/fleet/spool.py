@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.guards.client_left import client_left
 from fastdeploy.http.openapi import BYTES, JSON
 from fastdeploy.http.upload import admitted_upload, spooled_upload
 
@@ -46,12 +47,12 @@ class _WhileConnected(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._file:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            line = self._line
-            while True:
+            line, left = self._line, False
+            while not left:
                 await send({"type": "http.response.body", "body": line, "more_body": True})
                 line = b"\n"
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._keepalive_s):
-                        while (await receive())["type"] != "http.disconnect":
-                            pass
-                        return
+                        await client_left(scope, receive)
+                        left = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -90,8 +90,8 @@ class BodyReceiver(asyncio.BufferedProtocol):
             if self._filled is not None and not self._filled.done():
                 self._filled.set_result(None)
 
-    def eof_received(self) -> None:
-        self._http.eof_received()
+    def eof_received(self) -> bool:
+        return self._http.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.give_up()

@@ -21,6 +21,7 @@ Rule 2 refuses preflight requests (OPTIONS) of other origins. Starlette's CORSMi
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -29,6 +30,7 @@ from fastdeploy.core.config import ServeConfig, is_loopback
 from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
 
 BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)]|([^:\[\]]*))(?::[0-9]*)?")  # an address in brackets, or a name; and a port
 OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the user, or sent by a page of this server
 
 
@@ -87,9 +89,7 @@ def _media_type(value: str) -> str:
 
 
 def host_name(host: str) -> str:
-    """Return ``host`` without port and brackets, in lower case: "[::1]:80" becomes "::1"."""
-    if host.startswith("["):
-        host = host[1:].partition("]")[0]
-    elif host.count(":") == 1:
-        host = host.partition(":")[0]
-    return host.lower().removesuffix(".")
+    """Return ``host`` without port and brackets, in lower case: "[::1]:80" becomes "::1". Text of any other form is no
+    name of a host, and is returned as a whole: a part of it must not pass for one."""
+    match = HOST.fullmatch(host)
+    return (match[1] or match[2] if match else host).lower().removesuffix(".")

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from enum import Enum
 from typing import Any, cast
 
 import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidField, RequestTimeout, ServerBusy
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver
+from fastdeploy.http.guards.client_left import WATCHED
 
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
 MIN_PROGRESS = 1 << 20  # bytes that must arrive of an incomplete body in each body_idle_s
-# After an early answer, the connection is read for this time and this many bytes before it is closed.
+# After an early answer, the connection is read for this time and this many bytes before it is closed: more than the
+# kernels and the client have between them when the client notices the answer.
 LINGER_S = 2.0
-LINGER_BYTES = 4 << 20
+LINGER_BYTES = 16 << 20
 
 
 class ReadPhase(Enum):
@@ -42,6 +46,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._receiver: BodyReceiver | None = None  # of the last request
         self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
+        self._answering: RequestResponseCycle | None = None  # the request that is being answered, or was the last time
+        self._half_closed = False  # the client sends nothing more, and perhaps waits for answers
         self._refusal: FastDeployError | None = None  # set in a callback of the parser, sent after the parser returns
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -55,6 +61,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._answering is not None:  # uvicorn tells the newest request only, which may still wait behind this one
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -72,6 +81,34 @@ class HttpProtocol(HttpToolsProtocol):
             self._check_head(self._unparsed)
         if self._refusal is not None and not self.transport.is_closing():
             self._refuse(self._refusal)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answers to complete requests, if there are any: a client may close its sending
+        side behind them. A client that has gone looks the same to this side."""
+        answering = self._answering
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # its body will never be complete
+        last = self.pipeline[0][0] if self.pipeline else answering
+        if answering is None or last is None or last.response_complete or last.more_body:
+            return False
+        self.cycle, self._half_closed, last.keep_alive = last, True, False
+        self._stop_timer()
+        answering.message_event.set()
+        return True
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, functools.partial(self._run, app))
+
+    async def _run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run ``app``. A half-closed connection is told as one that is closed, but only to a route that waits in
+        :func:`client_left`. The others send their answers."""
+        extensions = scope.setdefault("extensions", {})
+
+        async def receive_or_end() -> Message:
+            return {"type": "http.disconnect"} if self._half_closed and WATCHED in extensions else await receive()
+
+        await app(scope, receive_or_end, send)
 
     def _expect_head(self) -> None:
         self._phase = ReadPhase.HEAD

@@ -37,16 +37,16 @@ class Access(enum.Enum):
 
 
 _OPEN = (
-    "/docs", "/health", "/health_generate", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css", "/ui/page.js",
-    "/ui/server.js", "/ui/timeline.js", "/version",
+    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css",
+    "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
 )  # fmt: skip
 _WATCH = ("/ui/events",)
 _DATA = (
     "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
     "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
-    "/v1/chat/completions/render", "/v1/completions", "/v1/is_paused", "/v1/loads", "/v1/models",
-    "/v1/replicas", "/v1/replicas/targets", "/weight_info",
+    "/v1/chat/completions/render", "/v1/chat/completions/tokens", "/v1/completions", "/v1/is_paused", "/v1/loads",
+    "/v1/models", "/v1/models/{model_id:text}", "/v1/replicas", "/v1/replicas/targets", "/weight_info",
 )  # fmt: skip
 _CONTROL = (
     "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
@@ -61,7 +61,7 @@ _CONTROL = (
     "/skyrl/v1/load_lora_adapter", "/sleep", "/start_profile", "/start_weight_update", "/stop_profile",
     "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
     "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
-    "/v1/abort_requests", "/v1/adapters/load", "/v1/adapters/unload",
+    "/v1/abort_requests", "/v1/adapters/export", "/v1/adapters/load", "/v1/adapters/unload",
     "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/replicas/add", "/v1/replicas/drain",
     "/v1/replicas/remove", "/v1/replicas/spool", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
     "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
@@ -75,6 +75,9 @@ ROUTES: dict[str, Access] = (
     | dict.fromkeys(_WATCH, Access.WATCH)
     | dict.fromkeys(_CONTROL, Access.CONTROL)
 )
+
+# Routes with a parameter: the part of the path before it, and the class.
+BELOW = [(path.partition("{")[0], access) for path, access in ROUTES.items() if "{" in path]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +114,20 @@ class AccessPolicy:
 
 def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
     """Return the error for a request that breaks a rule of this module, or None."""
-    access = ROUTES.get(attempt.path, Access.CONTROL)
+    known = access_of(attempt.path)
+    access = known or Access.CONTROL
     if access is Access.OPEN:
         return None
     forbidden = _control_refusal(attempt, policy) if access is Access.CONTROL else None
     error = forbidden or _key_refusal(attempt.key, access, policy.keys)
-    if isinstance(error, Forbidden) and attempt.path not in ROUTES:
+    if isinstance(error, Forbidden) and known is None:
         return RouteNotFound("there is no such route")
     return error
+
+
+def access_of(path: str) -> Access | None:
+    """Return the class of the route that answers ``path``, or None if there is no such route."""
+    return ROUTES.get(path) or next((access for start, access in BELOW if path.startswith(start)), None)
 
 
 def _control_refusal(attempt: Attempt, policy: AccessPolicy) -> Forbidden | None:

@@ -8,7 +8,7 @@ import msgspec.inspect
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.core.request_fields import MAX_REQUEST_ID_CHARS, REQUEST_ID, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32
 from fastdeploy.http.body import Body, Int64
 from fastdeploy.http.openapi import described
@@ -55,8 +55,11 @@ MAX_MESSAGES = 65536
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    """include_usage: a last event without choices has the usage of the whole request. continuous_usage_stats: with
+    include_usage, every event has the usage of its choice so far, as in vLLM."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length")
@@ -89,10 +92,10 @@ else:
 
 class GenerationBody(RequestFieldsBody):
     """Fields that completions and chat have in common, beside those of RequestFields (core/request_fields.py). None
-    means "absent", since clients send explicit nulls."""
+    means "absent", since clients send explicit nulls. detokenize: false = the answer has no text, as in vLLM."""
 
     model: str | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=512)
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=REQUEST_ID)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = None
@@ -110,11 +113,16 @@ class GenerationBody(RequestFieldsBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     logprobs_mode: Literal["raw", "temperature", "processed"] | None = None
     prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """Return the ``prompt_logprobs`` that the engine computes."""
+        return self.prompt_logprobs
 
     def request_fields(self) -> RequestFields:
         given = {name: getattr(self, name) for name in RequestFields.__struct_fields__}
@@ -133,10 +141,20 @@ def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
 
 
 class CompletionBody(GenerationBody):
-    """prompt: a string, token ids, or a list of either."""
+    """prompt: a string, token ids, or a list of either. echo: the text and the logprobs of each choice begin with those
+    of its prompt. Then max_tokens may be 0, to score the prompt alone."""
 
     prompt: Annotated[Any, described(str | list[int] | list[str] | list[list[int]])]
     logprobs: Int64 | None = None
+    echo: bool | None = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the client asked for no token."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class TextPart(BaseModel):
@@ -167,3 +185,9 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatTokensBody(ChatBody):
+    """A chat whose prompt is ``tokens``. The messages that they stand for are checked, and not rendered."""
+
+    tokens: Annotated[Any, described(list[int])]

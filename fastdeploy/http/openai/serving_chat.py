@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation, GenerationRequest
+from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, parse_json, read_generation
 from fastdeploy.http.context import ServingContext, generation_request
-from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage, ChatTokensBody
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 
@@ -25,7 +26,16 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(await read_generation(request), ChatBody, UNSUPPORTED)
+        return await answer(await read_generation(request), ChatBody)
+
+    @router.post("/v1/chat/completions/tokens", openapi_extra=takes(ChatTokensBody), responses=streams())
+    async def chat_with_tokens(request: Request) -> Response:
+        """Answer a chat whose prompt the client has tokenised, as prime-rl's server does. So the tokens of earlier
+        turns stay those that the model sampled."""
+        return await answer(await read_generation(request), ChatTokensBody)
+
+    async def answer(data: dict[str, Any], kind: type[ChatBody]) -> Response:
+        body = parse_body(data, kind, UNSUPPORTED)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 
@@ -33,15 +43,40 @@ def chat_router(context: ServingContext) -> APIRouter:
 
 
 async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
-    """Check ``body``, apply the chat template and tokenise. Raises InvalidField or ModelNotFound."""
+    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
     arrived = time.time()
     adapter = context.adapter(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields().n)
     _check_template(context, body)
-    continue_final = bool(body.continue_final_message)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    if isinstance(body, ChatTokensBody):
+        ids = _given_tokens(context, body)
+    else:
+        ids = await _rendered(context, tokenizer, body, messages)
+    limit = ("max_completion_tokens", body.max_completion_tokens)
+    if body.max_completion_tokens is None:
+        limit = ("max_tokens", body.max_tokens)
+    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
+    context.check_reply([sampling], [ids], body.request_fields().n)
+    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived, adapter)
+
+
+def _given_tokens(context: ServingContext, body: ChatTokensBody) -> list[int]:
+    """Return the checked ``tokens`` of the body."""
+    ids, field = body.tokens, "tokens"
+    if not isinstance(ids, list) or (len(ids) < context.max_model_len and any(type(t) is not int for t in ids)):
+        raise InvalidField(field, "expected a list of token ids")
+    context.check_prompt(ids, field)
+    return ids
+
+
+async def _rendered(
+    context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
+) -> list[int]:
+    """Apply the chat template and tokenise."""
+    continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
     text = await tokenizer.chat_text(
         messages,
@@ -54,12 +89,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     context.check_text(text, "messages")
     ids = await tokenizer.encode(text, bool(body.add_special_tokens))
     context.check_prompt(ids, "messages")
-    limit = ("max_completion_tokens", body.max_completion_tokens)
-    if body.max_completion_tokens is None:
-        limit = ("max_tokens", body.max_tokens)
-    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
-    context.check_reply([sampling], [ids], body.request_fields().n)
-    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived, adapter)
+    return ids
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:

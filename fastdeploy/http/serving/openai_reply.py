@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -14,14 +14,16 @@ from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
-from fastdeploy.http.openai.protocol import GenerationBody
+from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions
 from fastdeploy.http.serving.responses import EventStream, GenerationResponse, JsonResponse
+
+MAX_DIGITS = 18  # of an integer that fits 64 bits
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
-    """Return ``spans`` as clients see them. ``recomputed`` is left out if it is false, and so is the adapter if there
-    is none."""
-    return [_shown(span) for span in spans]
+    """Return ``spans`` as clients see them, without empty spans. ``recomputed`` is left out if it is false, and so is
+    the adapter if there is none."""
+    return [_shown(span) for span in spans if span.end > span.start]
 
 
 def _shown(span: Span) -> dict[str, Any]:
@@ -40,6 +42,14 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
         return {"min_weight_version": None, "max_weight_version": None}
     oldest, newest = min(spans, key=_age), max(reversed(spans), key=_age)
     return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
+
+
+def weight_version(spans: Iterable[Span]) -> int | None:
+    """Return the label of the oldest weights as an integer, as rLLM reads it. None if the trainer's label is no decimal
+    number. Any other number, such as the weight_epoch, would be compared with the trainer's own count."""
+    oldest = min(spans, key=_age, default=None)
+    label = "" if oldest is None else oldest.version
+    return int(label) if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS else None
 
 
 def _age(span: Span) -> tuple[int, int]:
@@ -66,9 +76,10 @@ class ChosenToken(TokenLogprob, frozen=True):
     top_logprobs: list[TokenLogprob] = []
 
 
-def work_of(entries: list[Logprob]) -> int:
+def work_of(entries: Iterable[Logprob | None]) -> int:
     """Return the units of Pace that one of ``entries`` costs."""
-    return 1 + len(entries[0].top) if entries else 1
+    first = next((entry for entry in entries if entry is not None), None)
+    return 1 if first is None else 1 + len(first.top)
 
 
 class OpenAIReply:
@@ -81,7 +92,9 @@ class OpenAIReply:
         self.generation = generation
         self._context = context
         self._body = body
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._continuous_usage = bool(options.continuous_usage_stats)
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
         if context.tokenizer is not None and not body.return_tokens_as_token_ids:
@@ -99,7 +112,8 @@ class OpenAIReply:
         return EventStream(self.generation, self.events, self.last_events, self._context.config.keepalive_s)
 
     async def body(self) -> dict[str, Any]:
-        return self._head(self.kind) | {"choices": await self.choices(), "usage": self.usage()}
+        shown = {"choices": await self.choices(), "usage": self.usage(), "weight_version": self.weight_version()}
+        return self._head(self.kind) | shown
 
     async def choices(self) -> list[dict[str, Any]]:
         return [await self.choice(i, c) | await self._identity(i, c) for i, c in enumerate(self.generation.choices)]
@@ -109,15 +123,19 @@ class OpenAIReply:
             return []
         return [self._head(self.event_kind) | {"choices": [], "usage": self.usage()}]
 
+    def weight_version(self) -> int | None:
+        """Return the number of the oldest weights of all choices."""
+        return weight_version(span for choice in self.generation.choices for span in choice.spans)
+
     def usage(self) -> dict[str, Any]:
         generation = self.generation
         prompt = sum(map(len, generation.prompts))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generation.completion_tokens,
-            "total_tokens": prompt + generation.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens)},
-        }
+        return _usage(prompt, generation.completion_tokens, sum(generation.cached_tokens))
+
+    def _usage_so_far(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the usage of one choice up to the end of ``delta``."""
+        cached = self.generation.cached_tokens[index // self.generation.n]
+        return _usage(len(self._prompt(index)), delta.first + len(delta.token_ids), cached)
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields of every body and event. system_fingerprint: the engine's boot id, since each boot counts
@@ -161,8 +179,9 @@ class OpenAIReply:
         self._seen.add(index)
         event = self._head(self.event_kind)
         event["choices"] = [choice]
+        event["weight_version"] = weight_version(delta.spans)
         if self._include_usage:
-            event["usage"] = None
+            event["usage"] = self._usage_so_far(index, delta) if self._continuous_usage else None
         return event
 
     def _prompt(self, index: int) -> list[int]:
@@ -172,11 +191,14 @@ class OpenAIReply:
         """Return whether choice ``index`` carries the logprobs of its prompt: the first choice of each prompt does."""
         return self._body.prompt_logprobs is not None and index % self.generation.n == 0
 
-    async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
+    async def _prompt_logprobs(self, index: int) -> msgspec.Raw | None:
         """Return a JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank,
-        decoded_token}} with the prompt's token first. The rank of that token is null unless it is among the best."""
+        decoded_token}} with the prompt's token first. The rank of that token is null unless it is among the best. None
+        after an abort within the prompt, so that a client never gets fewer entries than its prompt has tokens."""
         entries = self.generation.choices[index].prompt_logprobs
-        pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
+        if entries is None:
+            return None
+        pairs = zip(self._prompt(index)[1:], entries, strict=True)
         items = (self._prompt_entry(token, entry) for token, entry in pairs)
         return await self.generation.pace.array(chain([None], items), 2 * work_of(entries))
 
@@ -186,6 +208,15 @@ class OpenAIReply:
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}
             for token, (logprob, rank) in ({token_id: (entry.logprob, None)} | best).items()
         }
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def _end_of(choice: Choice) -> dict[str, Any]:

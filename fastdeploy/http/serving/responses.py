@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fastdeploy.client.choice import Delta
 from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
+from fastdeploy.http.guards.client_left import client_left
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,6 +22,7 @@ HEADERS = [
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+ESCAPES = [(chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029)]  # JSON escapes the others
 
 
 class GenerationResponse(Response):
@@ -31,7 +33,7 @@ class GenerationResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_watch(receive, self.generation))
+        watch = asyncio.create_task(_watch(scope, receive, self.generation))
         try:
             await self._answer(scope, receive, send)
         finally:
@@ -59,15 +61,16 @@ class JsonResponse(GenerationResponse):
                     await generation.step()
             generation.require_an_answer()
         except Exception as error:
-            extra = {"choices": await self._partial()} if generation.completion_tokens else {}
+            kept = generation.completion_tokens and not generation.gone
+            extra = {"choices": await self._partial()} if kept else {}
             await error_response(error, **extra)(scope, receive, send)
             return
-        if not generation.gone:
-            await json_response(await self._body())(scope, receive, send)
+        await json_response(await self._body())(scope, receive, send)
 
 
 class EventStream(GenerationResponse):
-    """One event per choice and step, a comment after ``keepalive_s`` seconds without events, and [DONE] at the end.
+    """One event per choice and step, a comment after ``keepalive_s`` seconds without events, and [DONE] at the end. A
+    stream that fails ends with an error event instead of [DONE].
 
     ``render`` makes the payloads of one delta. ``last`` makes the payloads after the last token."""
 
@@ -112,7 +115,7 @@ class EventStream(GenerationResponse):
             await self._send(send, KEEP_ALIVE)
 
     def _event(self, payload: dict) -> bytes:
-        return b"data: " + self._encoder.encode(payload) + b"\n\n"
+        return b"data: " + one_line(self._encoder.encode(payload)) + b"\n\n"
 
     async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
         if not self._started:
@@ -130,7 +133,15 @@ class EventStream(GenerationResponse):
         self._timer = loop.call_later(left if left > 0 else self._keepalive_s, self._check_idle)
 
 
-async def _watch(receive: Receive, generation: Generation) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def one_line(encoded: bytes) -> bytes:
+    """Escape the characters of a JSON text that end a line for some readers of streams, as str.splitlines."""
+    # The first bytes of these characters are looked for first: to search for one byte is fast.
+    if not encoded.isascii() and (b"\xe2" in encoded or b"\xc2" in encoded):
+        for character, escape in ESCAPES:
+            encoded = encoded.replace(character, escape)
+    return encoded
+
+
+async def _watch(scope: Scope, receive: Receive, generation: Generation) -> None:
+    await client_left(scope, receive)
     generation.leave()

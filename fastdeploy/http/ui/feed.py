@@ -1,11 +1,11 @@
 """Server-sent events for the viewers of /ui.
 
-One task asks the engine for all viewers of this process, four times a second, and only while there is a viewer. Each
-viewer has a short queue. A viewer that does not read loses what comes, is told how much, and goes on with all requests
-anew. Nobody waits for such a viewer.
+One task asks the engine for all viewers of this process, four times a second (a large fleet less often), and only while
+there is a viewer. Each viewer has a short queue. A viewer that does not read loses what comes, is told how much, and
+goes on with all requests anew. Nobody waits for such a viewer.
 
-A gateway has a feed for each replica that is viewed, and one for viewers that name none. Each message then lists all
-replicas too.
+A gateway has a feed for each replica that is viewed, and one for viewers that name none: it shows all members as one
+engine. Each message of a gateway lists all replicas too.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.errors import EngineDead, FastDeployError, ServerBusy
+from fastdeploy.core.errors import FastDeployError, ServerBusy
 from fastdeploy.fleet.client import FleetClient
-from fastdeploy.fleet.membership import Membership
 from fastdeploy.http.errors import error_response
-from fastdeploy.inter_communicator.messages import EventsArgs
+from fastdeploy.http.guards.client_left import client_left
+from fastdeploy.http.ui.sources import EngineSource, FleetSource, Source
 
 PERIOD_S = 0.25
+MAX_ENGINES = 16  # that are asked so often. More are asked less often, for the same cost
 MAX_VIEWERS = 32
 MAX_QUEUED = 8  # messages of one viewer
 OF_REPLICA = ("name", "url", "state", "why", "version", "weight_epoch", "in_flight", "load")  # see Replica.describe
@@ -84,18 +84,18 @@ class Viewer:
 
 
 class Feed:
-    """The viewers of one process and one engine, and the task that asks the engine for them. replica: name of the
-    engine's replica; "" = the only engine, or any member of the fleet."""
+    """The viewers of one process and one source, and the task that asks the source for them. replica: name of the
+    replica to show; "" = the only engine, or all members of the fleet."""
 
     def __init__(self, client: ServingClient, replica: str = ""):
         self._client = client
         self._fleet = client.membership if isinstance(client, FleetClient) else None
         self._replica = replica
-        self._shown = replica  # by a gateway
+        self._source: Source = EngineSource(client, replica)
+        if isinstance(client, FleetClient) and not replica:
+            self._source = FleetSource(client)
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._boot_id = ""
-        self._after = 0
 
     def join(self) -> Viewer:
         """Add a viewer. Raises ServerBusy if there are too many."""
@@ -122,57 +122,48 @@ class Feed:
             while not closing.is_set():
                 await self._ask()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PERIOD_S):
+                    async with asyncio.timeout(PERIOD_S * max(1.0, self._source.num_engines / MAX_ENGINES)):
                         await closing.wait()
         finally:
             for viewer in self._viewers:
                 viewer.close()
 
     async def _ask(self) -> None:
-        """Ask the engine once, and pass on its answer."""
-        whole = any(viewer.wants_requests for viewer in self._viewers)
-        engine: ServingClient | None = self._client if self._fleet is None else self._choose(self._fleet)
+        """Ask the source once, and pass on its answer."""
         try:
-            if engine is None:
-                raise EngineDead("no replica is a member of the fleet yet")
-            reply = await engine.call(EventsArgs(self._after, whole))
+            reply = await self._source.read(any(viewer.wants_requests for viewer in self._viewers))
         except FastDeployError as error:
             self._begin_anew()
             self._pass_on({"state": None, "error": error.message, "events": [], **self._replicas()})
             return
-        boot_id = reply["state"]["boot_id"]
-        if self._boot_id not in ("", boot_id):  # another engine, whose events are counted from 0
-            self._begin_anew()
-            await self._ask()
-            return
-        self._boot_id, self._after = boot_id, reply.pop("next")
+        if reply.pop("anew", False):
+            self._want_requests()
         self._pass_on(reply | self._replicas())
-
-    def _choose(self, fleet: Membership) -> EngineClient | None:
-        """Return the client of the replica to show. Without a name, the same member as long as there is one."""
-        shown = fleet.replicas.get(self._shown)
-        if not self._replica and (shown is None or not shown.in_quorum):
-            shown = next(iter(fleet.quorum), None)
-            self._shown = "" if shown is None else shown.name
-        return None if shown is None else shown.client
 
     def _replicas(self) -> dict[str, Any]:
         """Return what a message of a gateway says about all replicas."""
         if self._fleet is None:
             return {}
         listed = [{name: entry[name] for name in OF_REPLICA} for entry in self._fleet.describe()]
-        return {"replica": self._shown, "replicas": listed}
+        return {"replica": self._replica, "replicas": listed}
 
     def _begin_anew(self) -> None:
         """Expect another engine: its events are counted from 0, and its requests are others."""
-        self._boot_id, self._after = "", 0
+        self._source.begin_anew()
+        self._want_requests()
+
+    def _want_requests(self) -> None:
         for viewer in self._viewers:
             viewer.wants_requests = True
 
     def _pass_on(self, reply: dict[str, Any]) -> None:
         number = len(reply["events"])
         whole = _event(reply)
-        part = whole if reply.get("lost") else _event({k: v for k, v in reply.items() if k != "requests"})
+        part = (
+            whole
+            if reply.get("lost") and "requests" in reply
+            else _event({k: v for k, v in reply.items() if k != "requests"})
+        )
         for viewer in self._viewers:
             if viewer.wants_requests and "requests" in reply:
                 viewer.wants_requests = False
@@ -194,7 +185,7 @@ class FeedResponse(Response):
         except ServerBusy as error:
             await error_response(error)(scope, receive, send)
             return
-        watch = asyncio.create_task(_watch(receive, viewer))
+        watch = asyncio.create_task(_watch(scope, receive, viewer))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             with contextlib.suppress(TimeoutError):  # then nothing more is sent: that would wait for the page again
@@ -209,9 +200,8 @@ class FeedResponse(Response):
             watch.cancel()
 
 
-async def _watch(receive: Receive, viewer: Viewer) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _watch(scope: Scope, receive: Receive, viewer: Viewer) -> None:
+    await client_left(scope, receive)
     viewer.close()
 
 

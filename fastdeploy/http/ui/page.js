@@ -63,6 +63,8 @@ function showReplicas() {
     load.running ?? "–", load.waiting ?? "–",
     name === shownReplica ? "shown" : button("Show", `Show ${name}`, () => shown.choose(name)),
   ]);
+  $("show-all").hidden = !shownReplica;
+  text("shown-replica", shownReplica ? `Everything else on this page is of ${shownReplica} only.` : "");
 }
 
 function showFigures({ counts, kv, preemptions }) {
@@ -253,6 +255,7 @@ $("key-form").addEventListener("submit", (event) => {
   $("key").placeholder = shown.key ? "a key is in use" : "if the server has one";
 });
 $("window").addEventListener("change", showLegend);
+$("show-all").addEventListener("click", () => shown.choose(""));
 
 // ------------------------------------------------------------------ helpers
 

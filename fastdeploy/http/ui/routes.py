@@ -40,7 +40,7 @@ def ui_router(client: ServingClient) -> APIRouter:
 
     @router.get("/ui/events")
     async def events(request: Request) -> Response:
-        """Stream what happens. replica: of a fleet, the one to show."""
+        """Stream what happens. replica: of a fleet, the one to show; without it all."""
         name = request.query_params.get("replica", "")
         if name:
             if not isinstance(client, FleetClient):

@@ -14,7 +14,7 @@ export class Server {
     this.connection = "connecting"; // connecting | live | lost | key
     this.problem = "";
     this.abort = null;
-    this.replica = ""; // of a fleet: the one to show; "" = any
+    this.replica = ""; // of a fleet: the one to show; "" = all
     this.replicas = []; // of a fleet
     this.shownReplica = "";
     this.forget();

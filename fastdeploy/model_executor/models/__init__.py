@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.core.safe_files import ANYWHERE, Folder
 from fastdeploy.model_executor.model_config import ModelConfig, eos_ids
 from fastdeploy.model_executor.models.interface import Architecture, Model
@@ -21,6 +22,7 @@ ARCHITECTURES: dict[str, Architecture[Any]] = {
 }
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_DIGITS = 100  # of an integer
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -50,9 +52,9 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     """Make a config from config.json and generation_config.json, both parsed. Raises InvalidField."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise InvalidField("architectures", f"expected a list of one name, got {names!r}")
+        raise InvalidField("architectures", f"expected a list of one name, got {shown(names)}")
     if names[0] not in ARCHITECTURES:
-        raise InvalidField("architectures", f"expected one of {', '.join(ARCHITECTURES)}, got {names[0]!r}")
+        raise InvalidField("architectures", f"expected one of {', '.join(ARCHITECTURES)}, got {shown(names[0])}")
     config: ModelConfig = ARCHITECTURES[names[0]].read_config(raw, generation or {})
     return config
 
@@ -64,7 +66,7 @@ def build_model(config: ModelConfig, ops: Ops, max_model_len: int) -> Model:
 
 def _read_json(folder: Folder, file: str) -> dict[str, Any]:
     try:
-        value = json.loads(folder.read(file, MAX_CONFIG_BYTES))
+        value = json.loads(folder.read(file, MAX_CONFIG_BYTES), parse_int=_integer)
     except OSError as error:
         raise InvalidField(file, f"cannot be read in {folder.path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -72,3 +74,8 @@ def _read_json(folder: Folder, file: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidField(file, "expected a JSON object")
     return value
+
+
+def _integer(digits: str) -> int | float:
+    """Return an integer, and infinity for one that no field takes: the check of the field refuses it by its name."""
+    return int(digits) if len(digits) <= MAX_DIGITS else math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import ModelConfig, flag, read_common, refuse_rope_scaling
 from fastdeploy.model_executor.models.decoder import Attention, Decoder, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
@@ -48,7 +48,7 @@ def _refuse_sliding_windows(raw: dict[str, Any], layers: int) -> None:
     slides = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
     first_sliding = raw.get("max_window_layers", 28)
     if type(first_sliding) is not int:
-        raise InvalidField("max_window_layers", f"expected an integer, got {first_sliding!r}")
+        raise InvalidField("max_window_layers", f"expected an integer, got {shown(first_sliding)}")
     if slides and layer_types is None and first_sliding < layers:
         raise InvalidField("use_sliding_window", "sliding window attention is not supported")
 

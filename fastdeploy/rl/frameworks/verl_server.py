@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
+from fastdeploy.core.sampling_params import NO_SEED
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
 from fastdeploy.rl.fan_out import fan_out
@@ -52,7 +53,8 @@ class Limits:
         holds."""
         left = self.max_model_len - prompt_tokens
         if left < 1:
-            raise InvalidField("prompt_ids", f"expected fewer than {self.max_model_len} tokens, got {prompt_tokens}")
+            wanted = f"a prompt of {prompt_tokens} tokens, and room for at least 1 of output"
+            raise ContextLengthExceeded("prompt_ids", self.max_model_len, wanted)
         if asked is None:
             asked = min(self.response_length, self.prompt_length + self.response_length - prompt_tokens)
         return max(1, min(asked, left))
@@ -150,11 +152,11 @@ class VerlServer:
         params["logprobs"] = 0 if given.get("logprobs") else None
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
-        if self._limits.seed is not None:
+        if self._limits.seed is not None and params.get("seed", NO_SEED) == NO_SEED:
             # With one seed for all requests, equal prompts would get equal answers. The ids of verl's requests differ,
             # and are the same in each run.
             digest = hashlib.sha256(f"{self._limits.seed}/{request_id}".encode()).digest()
-            params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
+            params["seed"] = int.from_bytes(digest[:8]) >> 1
         return params
 
     async def _reply(self, rollout: Rollout) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import openai
 import pytest
 
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
@@ -122,6 +123,22 @@ def test_the_known_adapters_are_listed(stack):
     assert stack.http.get("/v1/adapters").json()["result"] == {"adapters": []}
     stack.engine.adapters = [KNOWN]
     assert stack.http.get("/v1/adapters").json()["result"] == {"adapters": [KNOWN]}
+
+
+def test_a_model_is_found_by_each_of_its_names(stack, model_dir):
+    stack.engine.adapters = [KNOWN, KNOWN | {"lora_name": "team/b"}]
+    base, *cards = stack.http.get("/v1/models").json()["data"]
+    for name in ("tiny", "default", model_dir, "tiny/"):
+        assert stack.http.get(f"/v1/models/{name}").json() == base
+    for name, card in (("a", cards[0]), ("tiny:a", cards[0]), ("team/b", cards[1]), ("team%2Fb", cards[1])):
+        assert stack.http.get(f"/v1/models/{name}").json() == card
+    stack.engine.adapters += [KNOWN | {"lora_name": name} for name in ("a\n", "a\nb")]
+    assert [stack.http.get(f"/v1/models/{name}").json()["id"] for name in ("a%0A", "a%0Ab")] == ["a\n", "a\nb"]
+    client = openai.OpenAI(base_url=stack.server.url + "/v1", api_key="none", max_retries=0)
+    assert client.models.retrieve("team/b").id == "team/b"
+    for name in ("c", "team", "team/b/c", "x" * 5000, "tiny%0A", "team/b%0A"):
+        reply = stack.http.get(f"/v1/models/{name}")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_every_adapter_has_a_card_beside_the_base_model(stack, model_dir):

@@ -15,8 +15,8 @@ from support.http_calls import answer, in_thread, wait_until
 BAD_VALUES = [
     ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("max_tokens", 0),
     ("min_tokens", 17), ("n", 0), ("logprobs", 21), ("stop", [""]), ("stop", 3), ("stop", "x" * 257),
-    ("cache_salt", "x" * 257), ("stop_token_ids", [-1]), ("seed", -1), ("tepmerature", 1), ("best_of", 2),
-    ("echo", True), ("suffix", "x"), ("logit_bias", {"1": 2}), ("prompt_logprobs", 101), ("prompt_logprobs", True),
+    ("cache_salt", "x" * 257), ("stop_token_ids", [-1]), ("seed", -2), ("tepmerature", 1), ("best_of", 2),
+    ("echo", 2), ("suffix", "x"), ("logit_bias", {"1": 2}), ("prompt_logprobs", 101), ("prompt_logprobs", True),
     ("logprobs_mode", "cooked"), ("resumed_tokens", -1), ("first_choice", -1), ("use_beam_search", True),
     ("return_routed_experts", True), ("top_k", 2**31), ("priority", 2**31), ("priority", -(10**30)),
     ("stop_token_ids", [1, 10**30]), ("max_tokens", 10**30), ("min_tokens", 10**30), ("seed", 10**30),
@@ -27,10 +27,9 @@ ERROR_CASES = [
     ({"prompt": "a", "stream_options": {"what": 1}}, "stream_options.what"), ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"), ({}, "prompt"), ({"prompt": [1, 272]}, "prompt"), ({"prompt": [1, -1]}, "prompt"),
     ({"prompt": [[1], [1, 5000]]}, "prompt[1]"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [1, True]}, "prompt"),
-    ({"prompt": list(range(128))}, "prompt"), ({"prompt": [1, 2], "resumed_tokens": 2}, "resumed_tokens"),
+    ({"prompt": [1, 2], "resumed_tokens": 2}, "resumed_tokens"),
     ({"prompt": [[1, 2], [1, 2]], "resumed_tokens": 1}, "resumed_tokens"), ({"prompt": [10**30]}, "prompt"),
     ({"prompt": [[1]] * 5, "n": 1000}, "n"), ({"prompt": [[1]] * 4097}, "prompt"),
-    ({"prompt": "a " * 5000}, "prompt"), ({"prompt": ["a", "a " * 5000]}, "prompt[1]"),
 ]  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 CHAT_ERROR_CASES = [
@@ -46,7 +45,6 @@ CHAT_ERROR_CASES = [
     (CHAT | {"top_logprobs": 2}, "top_logprobs"), (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT | {"max_completion_tokens": 10**30}, "max_completion_tokens"),
     (CHAT | {"logprobs": True, "top_logprobs": 10**30}, "top_logprobs"),
-    ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),
     *(
         (CHAT | {"chat_template_kwargs": {"mood": "x", key: "x"}}, f"chat_template_kwargs.{key}")
         for key in ("chat_template", "documents", "tools", "messages", "add_generation_prompt", "conversation",
@@ -172,7 +170,7 @@ def test_templates_run_in_another_thread_and_their_errors_name_the_field(module_
 
 def test_a_text_that_no_context_can_hold_is_refused_without_tokenising(module_stack, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "encode_now", None)
-    assert_error(module_stack.post("/v1/completions", prompt="a " * 5000), 400, "invalid_field", "prompt")
+    assert_error(module_stack.post("/v1/completions", prompt="a " * 5000), 400, "context_length_exceeded", "prompt")
 
 
 def test_more_choices_than_the_queue_of_the_engine_holds_are_a_400(stack):
@@ -300,6 +298,7 @@ def test_a_stalled_engine_is_a_504(make_stack):
 
 def test_health_and_ready_while_paused_rejecting_dead_and_restarted(stack):
     def statuses() -> tuple[int, int]:
+        assert stack.http.get("/liveness").status_code == stack.http.get("/health").status_code, "for prime-rl's probes"
         return tuple(stack.http.get(path).status_code for path in ("/health", "/ready"))
 
     assert statuses() == (200, 200)
@@ -309,7 +308,8 @@ def test_health_and_ready_while_paused_rejecting_dead_and_restarted(stack):
     assert statuses() == (200, 503)
     boot = stack.http.get("/health").json()["boot_id"]
     stack.engine.die()
-    wait_until(lambda: statuses() == (503, 503))
+    wait_until(lambda: stack.http.get("/health").status_code == 503)
+    assert statuses() == (503, 503)
     assert_error(stack.http.get("/v1/models"), 503, "engine_dead")
     stack.restart_engine(boot_id="boot-2")
     stack.server.wait_connected()

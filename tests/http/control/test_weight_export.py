@@ -31,7 +31,14 @@ def stack(make_stack, upload_dir):
 
     def export(call: m.Call) -> m.Reply:
         path.write_bytes(CONTENT)
-        result = {"path": str(path), "nbytes": len(CONTENT), "version": "v 1/ü", "weight_epoch": 3, "fingerprint": "f"}
+        result = {
+            "path": str(path),
+            "nbytes": len(CONTENT),
+            "version": "v 1/ü",
+            "weight_epoch": 3,
+            "fingerprint": "f",
+            "eos_token_ids": [7, 9],
+        }
         return m.Reply(call.call_id, result)
 
     stack.engine.replies[m.ExportWeightsArgs] = export
@@ -43,8 +50,8 @@ def test_the_reply_is_the_file_and_its_headers_name_the_weights(stack, upload_di
     assert reply.status_code == 200 and reply.content == CONTENT
     assert reply.headers["Content-Length"] == str(len(CONTENT))
     assert reply.headers["Content-Type"] == "application/octet-stream"
-    names = ("Epoch", "Version", "Fingerprint")
-    assert [reply.headers[f"X-Weight-{name}"] for name in names] == ["3", "v 1/%C3%BC", "f"]
+    names = ("Epoch", "Version", "Fingerprint", "EOS-Token-Ids")
+    assert [reply.headers[f"X-Weight-{name}"] for name in names] == ["3", "v 1/%C3%BC", "f", "7,9"]
     assert unquote(reply.headers["X-Weight-Version"]) == "v 1/ü"
     assert os.listdir(upload_dir) == []
 
@@ -68,7 +75,14 @@ def test_an_update_in_the_middle_is_a_conflict(stack):
 
 
 def test_an_exported_file_that_is_gone_is_a_conflict(stack, upload_dir):
-    result = {"path": f"{upload_dir}/gone", "nbytes": 1, "version": "v", "weight_epoch": 3, "fingerprint": "f"}
+    result = {
+        "path": f"{upload_dir}/gone",
+        "nbytes": 1,
+        "version": "v",
+        "weight_epoch": 3,
+        "fingerprint": "f",
+        "eos_token_ids": [7, 9],
+    }
     stack.engine.replies[m.ExportWeightsArgs] = lambda call: m.Reply(call.call_id, result)
     assert stack.http.get("/v1/weights/export").status_code == 409
 

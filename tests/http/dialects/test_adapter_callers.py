@@ -71,22 +71,97 @@ def test_trl_publishes_every_policy_under_a_new_name(server, adapter):
     assert config["lora_config"]["max_loras"] >= 4 + 2 and config["lora_config"]["max_lora_rank"] == 64
 
 
+def epoch_of(server, name: str) -> int:
+    """Return the adapter_epoch of a name. The tests before have unloaded other adapters, so no name begins at 1."""
+    adapters = server.http.get("/v1/adapters").json()["result"]["adapters"]
+    return next(adapter["adapter_epoch"] for adapter in adapters if adapter["lora_name"] == name)
+
+
+def trl_sync(server, root: Path, version: int, content: int) -> httpx.Response:
+    """Make the calls of one sync of TRL's AsyncGRPOTrainer with max_staleness 1. Return the reply to the load."""
+    folder = write_adapter(root / ".vllm_lora" / f"trl-policy-v{version}", f"a{content}")
+    server.http.post("/pause", params={"mode": "keep"}).raise_for_status()
+    body = {"lora_name": f"trl-policy-v{version}", "lora_path": folder, "load_inplace": False}
+    reply = server.post(VLLM_LOAD, **body)
+    if reply.status_code == 200:
+        server.http.post("/resume").raise_for_status()
+        server.post(VLLM_UNLOAD, lora_name=f"trl-policy-v{version - 2}")
+    return reply
+
+
+def test_a_trl_trainer_that_was_restarted_loads_the_names_of_the_run_before(server, tmp_path):
+    for version in (1, 2, 3, 4):
+        assert trl_sync(server, tmp_path / "run", version, version).status_code == 200
+    server.http.post("/pause", params={"mode": "keep"})  # and dies
+    for version in (1, 2, 3, 4):
+        reply = trl_sync(server, tmp_path / "run", version, 4 + version)
+        assert reply.status_code == 200, reply.text
+        assert ids(server, f"trl-policy-v{version}") == tokens_of(PROMPT, 6, adapter=4 + version)
+    assert not server.http.get("/is_paused").json()["holds"], "nor that of the trainer that died"
+
+
+def test_a_trl_trainer_with_the_names_of_another_is_refused_until_a_reset(server, tmp_path):
+    for version in (1, 2):
+        assert trl_sync(server, tmp_path / "one", version, version).status_code == 200
+    reply = trl_sync(server, tmp_path / "two", 1, 9)
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "adapter_loaded"
+    assert "/v1/reset" in reply.json()["error"]["message"], "the remedy"
+    server.http.post("/resume")
+    assert ids(server, "trl-policy-v1") == tokens_of(PROMPT, 6, adapter=1)
+    done = server.post("/v1/reset").json()["result"]
+    assert sorted(done["adapters_unloaded"]) == ["trl-policy-v1", "trl-policy-v2"]
+    assert complete(server, "trl-policy-v1").status_code == 404
+    assert trl_sync(server, tmp_path / "two", 1, 9).status_code == 200
+    assert ids(server, "trl-policy-v1") == tokens_of(PROMPT, 6, adapter=9)
+
+
+def test_prime_rl_replaces_one_name_in_each_step(server, adapter):
+    epochs = []
+    for step in (1, 2, 3):
+        reply = server.post("/load_lora_adapter", lora_name="r8-a16", lora_path=adapter(step))
+        assert reply.status_code == 200, reply.text
+        assert ids(server, "r8-a16", cache_salt=str(step)) == tokens_of(PROMPT, 6, adapter=step)
+        epochs.append(epoch_of(server, "r8-a16"))
+    assert epochs == [epochs[0], epochs[0] + 1, epochs[0] + 2]
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a config"])
+def test_a_folder_without_an_adapter_is_a_404_on_every_route_but_that_of_trl(server, tmp_path, there):
+    """prime-rl waits for its file system after a 404. TRL takes a 404 for a server without the route."""
+    folder = tmp_path / "late"
+    if there != "nothing":
+        folder.mkdir()
+    if there == "a config":
+        (folder / "adapter_config.json").write_text("{}")
+    statuses = {}
+    for path in ("/v1/adapters/load", "/skyrl/v1/load_lora_adapter", "/load_lora_adapter",
+                 "/areal_update_weights_lora", VLLM_LOAD):  # fmt: skip
+        field = "lora_model_path" if path.startswith("/areal") else "lora_path"
+        reply = server.post(path, lora_name="a", **{field: str(folder)})
+        error = reply.json()["error"]
+        assert (error["code"], error["param"]) == ("adapter_folder_not_found", "lora_path"), reply.text
+        statuses[path] = reply.status_code
+    assert statuses.pop(VLLM_LOAD) == 400
+    assert set(statuses.values()) == {404}
+    write_adapter(folder, "a5")
+    assert server.post("/load_lora_adapter", lora_name="a", lora_path=str(folder)).status_code == 200
+
+
 def test_vllm_refuses_a_loaded_name_unless_it_is_loaded_in_place(server, adapter):
     load = {"lora_name": "a", "lora_path": adapter(1)}
     assert server.post(VLLM_LOAD, **load).status_code == 200
     reply = server.post(VLLM_LOAD, **load | {"lora_path": adapter(2)})
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "InvalidUserInput")
     assert ids(server, "a") == tokens_of(PROMPT, 6, adapter=1)
+    before = epoch_of(server, "a")
     assert server.post(VLLM_LOAD, **load | {"lora_path": adapter(2), "load_inplace": True}).status_code == 200
     choice = complete(server, "a").json()["choices"][0]
     assert choice["token_ids"] == tokens_of(PROMPT, 6, adapter=2)
     [span] = choice["weight_versions"]
-    assert (span["lora_name"], span["adapter_epoch"], span["version"]) == ("a", 2, "2")
+    assert (span["lora_name"], span["adapter_epoch"], span["version"]) == ("a", before + 1, str(before + 1))
 
 
-def test_vllm_answers_404_for_a_missing_folder_and_an_unknown_name(server, tmp_path):
-    reply = server.post(VLLM_LOAD, lora_name="a", lora_path=str(tmp_path / "nothing"))
-    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError")
+def test_vllm_answers_404_for_an_unknown_name(server):
     reply = server.post(VLLM_UNLOAD, lora_name="a")
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError")
 
@@ -110,16 +185,32 @@ def test_the_openai_package_lists_completes_and_streams(server, adapter):
 
 
 def test_skyrl_reloads_one_name_and_keeps_its_number(server, adapter):
-    numbers = set()
+    numbers, epochs = set(), []
     for k in (1, 2):
         reply = server.post("/skyrl/v1/load_lora_adapter", lora_name="skyrl-lora", lora_path=adapter(k)).json()
-        assert (reply["status"], reply["lora_name"], reply["adapter_epoch"]) == ("ok", "skyrl-lora", k)
+        assert (reply["status"], reply["lora_name"]) == ("ok", "skyrl-lora")
+        epochs.append(reply["adapter_epoch"])
         numbers.add(reply["lora_int_id"])
         body = {"model": "skyrl-lora", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "ignore_eos": True}}
         choice = server.post("/inference/v1/generate", **body).json()["choices"][0]
         assert choice["token_ids"] == tokens_of(PROMPT, 6, adapter=k)
-    assert len(numbers) == 1
+    assert len(numbers) == 1 and epochs[1] == epochs[0] + 1
     assert server.post("/v1/unload_lora_adapter", lora_name="skyrl-lora").status_code == 200
+
+
+def test_the_first_sync_of_a_skyrl_tenant_aborts_an_adapter_that_was_never_loaded(server, adapter):
+    """The calls of SkyRL's pull request 1657: the abort comes before the first load. An error there would be retried
+    for ever, and the tenant's samplers would wait for its end."""
+    for name in ("never-loaded", "unloaded"):
+        reply = server.post("/skyrl/v1/abort_lora_requests", lora_name=name)
+        assert reply.status_code == 200, reply.text
+        assert reply.json() == {"status": "ok", "aborted": [], "count": 0, "requests": []}
+        native = server.post("/v1/abort_requests", lora_name=name).json()["result"]
+        assert native == {"aborted": [], "not_found": [name]}, "as for an id that no request has"
+        assert server.post("/skyrl/v1/load_lora_adapter", lora_name=name, lora_path=adapter(1)).status_code == 200
+        assert ids(server, name) == tokens_of(PROMPT, 6, adapter=1)
+        server.post(VLLM_UNLOAD, lora_name=name)
+        assert server.post("/skyrl/v1/abort_lora_requests", lora_name=name).json()["count"] == 0
 
 
 def test_skyrl_aborts_the_requests_of_one_adapter_and_no_others(server, adapter):
@@ -168,9 +259,9 @@ def test_sglang_names_adapters_by_lora_path_and_by_base_colon_adapter(server, ad
     assert server.post("/generate", input_ids=PROMPT, lora_path="z").status_code == 404
 
 
-def test_sglang_refuses_a_loaded_name_without_upsert(server, adapter):
+def test_sglang_refuses_a_loaded_name_with_upsert_false(server, adapter):
     assert server.post("/load_lora_adapter", lora_name="x", lora_path=adapter(1)).json()["success"]
-    reply = server.post("/load_lora_adapter", lora_name="x", lora_path=adapter(2))
+    reply = server.post("/load_lora_adapter", lora_name="x", lora_path=adapter(2), upsert=False)
     assert reply.status_code == 400 and not reply.json()["success"] and "'x'" in reply.json()["error_message"]
     reply = server.post("/load_lora_adapter", lora_name="x", lora_path=adapter(2), upsert=True)
     assert reply.json()["success"] and ids(server, "x") == tokens_of(PROMPT, 6, adapter=2)
@@ -207,14 +298,16 @@ def test_a_native_caller_loads_in_place_from_a_folder_an_upload_and_shared_memor
         ),
     ]
     try:
-        for epoch, call in enumerate(calls, 1):
-            report = call().json()["result"]
-            assert (report["lora_name"], report["adapter_epoch"], report["replaced"]) == ("n", epoch, epoch > 1)
-            assert ids(server, "n") == tokens_of(PROMPT, 6, adapter=epoch)
+        reports = []
+        for content, call in enumerate(calls, 1):
+            reports.append(call().json()["result"])
+            assert (reports[-1]["lora_name"], reports[-1]["replaced"]) == ("n", content > 1)
+            assert ids(server, "n") == tokens_of(PROMPT, 6, adapter=content)
     finally:
         segment.unlink()
+    first, last = reports[0]["adapter_epoch"], epoch_of(server, "n")
     [known] = server.http.get("/v1/adapters").json()["result"]["adapters"]
-    assert (known["lora_name"], known["version"], known["adapter_epoch"]) == ("n", "3", 3)
+    assert (known["lora_name"], known["version"], last) == ("n", str(last), first + 2)
 
 
 def test_a_bad_adapter_is_a_400_and_the_old_one_serves_on(server, adapter, tmp_path):

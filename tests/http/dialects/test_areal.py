@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
@@ -23,6 +24,22 @@ def test_a_completion_returns_token_ids_and_needs_no_model(stack):
     stack.script(reply_with([97, 98]))
     choice = stack.post("/v1/completions", **PAYLOAD).json()["choices"][0]
     assert (ids_of(choice), choice["logprobs"]["token_logprobs"]) == ([97, 98], [-0.5, -0.5])
+
+
+def test_the_logprobs_of_given_tokens_are_where_compute_logp_reads_them(stack):
+    """The body is that of VLLMBackend.build_score_request. AReaL takes the first entry of each token."""
+    entries = [Logprob(-1.5, ((9, -0.25),)), Logprob(-0.5, ((3, -0.5),))]
+    stack.script(lambda add: [replace(output, prompt_logprobs=entries) for output in reply_with([97])(add)])
+    score = {
+        "prompt": [1, 2, 3],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "echo": True,
+    }
+    given = stack.post("/v1/completions", **score).json()["choices"][0]["prompt_logprobs"][-2:]
+    assert [next(iter(of_token.values()))["logprob"] for of_token in given] == [-1.5, -0.5]
 
 
 def test_an_abort_before_the_first_token_has_empty_arrays(stack):

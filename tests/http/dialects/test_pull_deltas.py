@@ -167,6 +167,18 @@ def one_more(tensors, metadata):
     tensors["z"], metadata["z"] = tensors["a"], "0"
 
 
+def test_tensors_of_a_published_file_that_share_bytes_are_refused_by_name(host):
+    folder = host.publish()
+    path = sorted(folder.glob("*.safetensors"))[0]
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["z"] = header["a"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    host.refused(1, path.name, "shares bytes")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [(other_dtype, ("tensor a", "U8")), (no_checksum, ("tensor a", "no checksum")), (other_name, ("tensor a",)),

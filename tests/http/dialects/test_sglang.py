@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.request_fields import AddRequest, part_id
 from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
@@ -324,7 +324,10 @@ def test_one_rid_of_a_batch_becomes_one_for_each_prompt_and_aborts_them_all(stac
     replies = generate(stack, text=["a", "b"], rid="job", return_logprob=[True, False]).json()
     assert [r["meta_info"]["id"] for r in replies] == ["job_0", "job_1"]
     assert ["output_token_logprobs" in r["meta_info"] for r in replies] == [True, False]
-    assert [(a.request_id, a.group) for a in stack.engine.requests.values()] == [("job_0", "job"), ("job_1", "job")]
+    adds = stack.engine.requests.values()
+    assert [(a.request_id, a.group) for a in adds] == [(part_id("job", i), "job") for i in range(2)]
+    reply = generate(stack, text="a", rid=part_id("job", 0))
+    assert reply.status_code == 400 and "rid" in reply.text, "no client can take the id of a prompt of another one"
     assert len(generate(stack, input_ids=[[1]]).json()) == 1, "a batch of one answers a list"
 
 

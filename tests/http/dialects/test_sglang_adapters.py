@@ -40,13 +40,15 @@ def test_a_load_answers_with_the_loaded_adapters(stack):
     told = {"success": True, "error_message": "", "loaded_adapters": {"lora-v3": "/adapters/3"}}
     assert (reply.status_code, reply.json()) == (200, told)
     args = stack.engine.expect(m.LoadAdapterArgs).args
-    assert args == m.LoadAdapterArgs("lora-v3", FolderSource("/adapters/3"), path="/adapters/3", replace=False)
+    assert args == m.LoadAdapterArgs("lora-v3", FolderSource("/adapters/3"), path="/adapters/3")
 
 
 def test_upsert_replaces_and_pinned_changes_nothing(module_stack):
     answer(module_stack, m.LoadAdapterArgs)
     assert module_stack.post(LOAD, **BODY, pinned=True, upsert=True, lora_id=None).status_code == 200
     assert module_stack.engine.expect(m.LoadAdapterArgs).args.replace is True
+    assert module_stack.post(LOAD, **BODY, upsert=False).status_code == 200
+    assert module_stack.engine.expect(m.LoadAdapterArgs).args.replace is False
 
 
 @pytest.mark.parametrize("code", ["adapter_loaded", "model_not_found", "weight_update_refused", "update_in_progress"])

@@ -51,6 +51,26 @@ def test_a_missing_init_info_is_refused(module_stack):
     refused(module_stack.post("/init_weight_transfer_engine"), "init_info")
 
 
+def test_prime_rl_publishes_a_folder(module_stack):
+    """The calls of prime-rl's update_weights, with the broadcast by the file system."""
+    for kind in (m.PauseArgs, m.ResumeArgs):
+        answer(module_stack, kind)
+    answer(module_stack, m.UpdateWeightsArgs, LABEL)
+    pause = module_stack.http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    update = module_stack.post("/update_weights", weight_dir="/runs/broadcasts/step_7")
+    assert [reply.status_code for reply in (pause, update, module_stack.http.post("/resume"))] == [200] * 3
+    assert module_stack.engine.expect(m.PauseArgs).args.clear_cache is False
+    args = module_stack.engine.expect(m.UpdateWeightsArgs).args
+    assert args == m.UpdateWeightsArgs(FolderSource("/runs/broadcasts/step_7"))
+    assert update.json()["report"]["version"] == "step-7"
+
+
+@pytest.mark.parametrize("folder", [None, "", 5])
+def test_an_update_of_prime_rl_without_a_folder_is_refused(module_stack, folder):
+    """Null is what prime-rl sends for its broadcast by NCCL."""
+    refused(module_stack.post("/update_weights", weight_dir=folder), "weight_dir")
+
+
 @pytest.mark.parametrize(
     "info", [SENT, {**SENT, "packed": True}, {**SENT, "ipc_handles_pickled": "gASV"}, {}, None, "x"]
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.server import until
+from e2e.server import in_background, until
 from fastdeploy.core.host import host_id
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
+from support.fake_runner import write_adapter
 
 REPORT = {
     "fleet": "", "version": "v7", "weight_epoch": 7, "holds": [{"id": "h"}], "running": 2, "waiting": 1,
@@ -113,3 +115,25 @@ def test_a_server_whose_engine_is_gone_lists_itself_as_starting(stack):
     until(lambda: stack.http.get("/health").status_code == 503, 30, "the loss is noticed")
     [entry] = stack.http.get("/v1/replicas").json()["replicas"]
     assert entry["state"] == "starting" and "engine" in entry["why"]
+
+
+def test_the_metrics_of_a_fleet_are_readable_whatever_the_names_of_its_adapters(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    names = [f'a{line_end}fastdeploy:forged{{x="y"}} 7' for line_end in ("\n", "\r", "\v", "\f", "\x85", "\u2028")]
+    for name in names:
+        loaded = fleet.http.post("/v1/adapters/load", json={"lora_name": name, "lora_path": path})
+        assert loaded.status_code == 200, loaded.text
+    assert fleet.http.post("/v1/pause", json={"mode": "keep"}).status_code == 200
+    body = {"prompt": [1], "max_tokens": 1, "ignore_eos": True}
+    replies = [in_background(fleet.http.post, "/v1/completions", json=body | {"model": name}) for name in names]
+
+    def listed() -> list[str]:
+        read = {family.name: family for family in text_string_to_metric_families(fleet.http.get("/metrics").text)}
+        assert "fastdeploy:forged" not in read
+        return sorted(sample.labels["lora_name"] for sample in read["fastdeploy:adapter_requests"].samples)
+
+    until(lambda: listed() == sorted(names), 20, "every adapter has a request")
+    assert fleet.http.post("/v1/resume").status_code == 200
+    for name, reply in zip(names, replies, strict=True):
+        assert reply.result(20).status_code == 200
+        assert fleet.http.post("/v1/adapters/unload", json={"lora_name": name}).status_code == 200

@@ -43,6 +43,16 @@ def test_other_names_are_refused_on_loopback_only_and_can_be_allowed(host):
     assert code(host="localhost:8180", bound="0.0.0.0", settings={"allowed_hosts": ("a",)}) is None
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["[::1].evil.example", "[localhost]evil.example", "[localhost]", "[::1]evil:80", "[::1]:80.evil.example", "[::1",
+     "localhost:80.evil.example", "localhost]", "127.0.0.1:evil.example", "localhost:1:2", "x[::1]", "[::1]]"],
+)  # fmt: skip
+def test_a_host_that_only_begins_like_loopback_is_refused(host):
+    assert code(host=host) == "forbidden"
+    assert code(host=host, bound="0.0.0.0", settings={"allowed_hosts": ("::1", "localhost", "a")}) == "forbidden"
+
+
 def test_every_host_header_must_be_allowed():
     policy = PagePolicy.of(ServeConfig(model="m"))
     assert refusal("GET", [(b"host", OWN.encode()), (b"host", b"evil.example")], policy).code == "forbidden"

@@ -132,8 +132,16 @@ def test_an_api_key_opens_no_control_route_in_any_spelling_of_its_path(guarded, 
     assert guarded.http.head("/flush_cache", headers=bearer(DATA)).status_code == 403
 
 
+def test_a_route_with_a_parameter_has_the_class_of_the_route(guarded):
+    for path in ("/v1/models/tiny", "/v1/models/a/b", "/v1/models//v1/pause"):
+        assert (code(path, DATA, BOTH), code(path, None, BOTH)) == (None, "invalid_api_key")
+        assert guarded.http.get(path).status_code == 401
+        assert code(path, host="0.0.0.0") is None, "no control route"
+    assert code("/v1/modelsx", DATA, BOTH) == "not_found"
+
+
 def test_open_routes_need_no_key(guarded):
-    for path in ("/health", "/ready", "/version", "/metrics", "/health_generate"):
+    for path in ("/health", "/liveness", "/ready", "/version", "/metrics", "/health_generate"):
         assert guarded.http.get(path).status_code == 200
 
 

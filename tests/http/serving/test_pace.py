@@ -99,7 +99,7 @@ def vllm(context: ServingContext):
 
 def sglang(context: ServingContext):
     options = sglang_generate_body.LogprobOptions(True, 0, TOP)
-    prompt = sglang_generate_body.Prompt("r", "", PROMPT, SamplingParams(), TextOptions(), options, False)
+    prompt = sglang_generate_body.Prompt("r", "", PROMPT, SamplingParams(), TextOptions(), options)
     prompts = sglang_generate_body.Prompts([prompt], CHOICES, False, "")
     generation = generation_of(context, sglang_generate.LabelledGeneration)
     return sglang_generate.GenerateView(context, generation, sglang_generate_body.GenerateBody(), prompts)

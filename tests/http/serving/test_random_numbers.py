@@ -37,9 +37,13 @@ def test_choices_are_numbered_over_all_prompts_of_a_body(stack, path, body, firs
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/inference/v1/generate", {"token_ids": SAME, "sampling_params": {}}),
         ("/generate", {"input_ids": SAME, "sampling_params": {}}),
+        ("/v1/completions", {"prompt": SAME, "seed": -1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "seed": -1}),
+        ("/inference/v1/generate", {"token_ids": SAME, "sampling_params": {"seed": -1}}),
+        ("/generate", {"input_ids": SAME, "sampling_params": {"sampling_seed": -1}}),
     ],
 )
-def test_without_a_seed_the_engine_chooses_one(module_stack, path, body):
+def test_without_a_seed_or_with_minus_1_the_engine_chooses_one(module_stack, path, body):
     module_stack.script(reply_with([97]))
     assert module_stack.post(path, **body).status_code == 200
     assert sent(module_stack, 1)[0].sampling.seed is None

@@ -6,11 +6,11 @@ import msgspec.inspect
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.request_fields import AddRequest, RequestFields
+from fastdeploy.core.request_fields import AddRequest, RequestFields, part_id
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import parse_body
 from fastdeploy.http.dialects.vllm.generate import parse_generate
-from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from fastdeploy.http.openapi import schema_of
 
 ALL_FIELDS = {field.name: field.type for field in msgspec.inspect.type_info(RequestFields).fields}
@@ -55,3 +55,13 @@ def test_http_bodies_take_every_switch(name):
     with pytest.raises(InvalidField) as info:
         parse_body({"prompt": "a", name: "perhaps"}, CompletionBody, UNSUPPORTED)
     assert info.value.field == name
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_a_client_may_name_its_request_as_it_likes_but_for_the_sign_of_parts(kind):
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatBody else {"prompt": "a"}
+    for name in ("x-0", "x~0.1", "x\x1f0", "a b\n"):
+        assert parse_body(prompt | {"request_id": name}, kind, UNSUPPORTED).request_id == name
+    with pytest.raises(InvalidField) as refused:
+        parse_body(prompt | {"request_id": part_id("x", 0)}, kind, UNSUPPORTED)
+    assert refused.value.field == "request_id"

@@ -68,6 +68,24 @@ def test_every_choice_tells_its_own_weight_versions_and_their_bounds(stack, path
     assert streamed[2] == [("v2", i, i + 1) for i in range(4)]
 
 
+NUMBERED = [*ROUTES, ("/inference/v1/generate", {"token_ids": [1, 2, 3]})]
+
+
+@pytest.mark.parametrize(("path", "body"), NUMBERED)
+def test_the_weight_version_of_a_reply_is_the_number_of_its_oldest_weights(stack, path, body):
+    """rLLM reads int(reply["weight_version"]), and counts how old the sample is."""
+    stack.script(labelled([97, 98], ("10", 1), ("9", 2)))
+    assert stack.post(path, **body).json()["weight_version"] == 10
+    *payloads, _ = events(stack.post(path, **body, stream=True))
+    assert [payload["weight_version"] for payload in payloads] == [10, 9]
+
+
+@pytest.mark.parametrize("label", ["step-41", "", "٤٢", "4" * 19, "-1", "1.5"])
+def test_a_label_that_is_no_number_gives_no_weight_version(stack, label):
+    stack.script(labelled([97], (label, 7)))
+    assert stack.post("/v1/completions", prompt=[1]).json()["weight_version"] is None
+
+
 def test_a_label_that_changes_within_a_weight_epoch_makes_two_spans_and_bounds_go_by_time(stack):
     stack.script(labelled([97, 98, 99], ("later", 2), RENAMED))
     choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
@@ -139,10 +157,34 @@ def test_a_chat_has_prompt_logprobs_beside_its_choices(stack):
     assert "prompt_logprobs" not in stack.post("/v1/chat/completions", **CHAT).json()
 
 
-def test_an_abort_within_the_prompt_has_the_prompt_logprobs_so_far(stack):
-    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", prompt_logprobs=ENTRIES[:1])])
-    choice = stack.post("/v1/completions", prompt=[1, 2, 3], prompt_logprobs=1).json()["choices"][0]
-    assert shape(choice["prompt_logprobs"]) == SHAPED[:2]
+@pytest.mark.parametrize("known", [0, 1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_after_an_abort_within_the_prompt_prompt_logprobs_are_null_on_every_route(stack, known, streams):
+    """Known failure 52: a client reads them by position in the prompt."""
+    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", prompt_logprobs=ENTRIES[:known])])
+
+    def bodies(path: str, **body: object) -> list[dict]:
+        reply = stack.post(path, **body)
+        return events(reply)[:-1] if streams else [reply.json()]
+
+    asked = {"prompt_logprobs": 1, "stream": streams}
+    text = bodies("/v1/completions", prompt=[1, 2, 3], **asked)[0]
+    assert text["choices"][0]["prompt_logprobs"] is None
+    chat = bodies("/v1/chat/completions", **CHAT, **asked)[0]
+    assert (chat["choices"][0] if streams else chat)["prompt_logprobs"] is None
+    of_sglang = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1, "stream": streams}
+    (sglang,) = bodies("/generate", input_ids=[1, 2, 3], **of_sglang)
+    assert sglang["meta_info"]["input_token_logprobs"] == sglang["meta_info"]["input_top_logprobs"] == []
+    if not streams:
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"prompt_logprobs": 1}}
+        (vllm,) = bodies("/inference/v1/generate", **body)
+        assert vllm["prompt_logprobs"] is None
+
+
+def test_a_prompt_of_one_token_has_its_one_entry_also_after_an_abort(stack):
+    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort")])
+    choice = stack.post("/v1/completions", prompt=[1], prompt_logprobs=1).json()["choices"][0]
+    assert choice["prompt_logprobs"] == [None]
 
 
 def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
@@ -159,6 +201,25 @@ def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
     ):
         error = stack.post(path, **body).json()["error"]
         assert error["param"] == field and ("524288" in error["message"] or "20" in error["message"])
+
+
+@pytest.mark.parametrize(("path", "body"), NUMBERED)
+def test_without_detokenize_no_text_is_made_and_no_stop_string_can_be_found(stack, path, body):
+    """As in vLLM. On its own route the field is a sampling parameter."""
+    asked = {"detokenize": False, "stop": "x"}
+
+    def post(*fields: str):
+        more = {field: asked[field] for field in fields}
+        return stack.post(path, **body, **({"sampling_params": more} if "token_ids" in body else more))
+
+    stack.script(reply_with([97, 98]))
+    reply = post("detokenize")
+    choice = reply.json()["choices"][0]
+    assert reply.status_code == 200 and choice.get("text", choice.get("message", {}).get("content", "")) == ""
+    assert reply.json()["usage"]["completion_tokens"] == 2 and choice["weight_versions"][0]["end"] == 2
+    refused = post("detokenize", "stop")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop")
+    assert post("stop").status_code == 200
 
 
 def test_a_resubmission_keeps_its_seed_and_choice_and_its_text_includes_the_earlier_tokens(stack):

@@ -51,8 +51,10 @@ def test_every_sample_was_computed_by_the_policy_that_its_request_named(seen):
     assert sampled <= set(POLICIES)
     for step in range(STEPS):  # at most so stale: which of these policies it is depends on the machine's speed
         assert sampled & set(POLICIES[max(step - STALENESS, 0) : step + 1])
+    loads: dict[str, int] = {}  # adapter_epoch by name: each policy was loaded once
     for body, reply in seen.completions:
-        assert spans_of(reply) == [(body["model"], 1)]
+        [(name, adapter_epoch)] = spans_of(reply)
+        assert (name, adapter_epoch) == (body["model"], loads.setdefault(name, adapter_epoch))
         choice = reply["choices"][0]
         assert choice["finish_reason"] in ("stop", "length")
         assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0

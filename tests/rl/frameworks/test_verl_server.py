@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
@@ -89,7 +89,7 @@ async def test_max_tokens_is_as_asked_or_the_rest_of_the_response_within_the_con
     assert LIMITS.max_tokens(7, 5) == 7
     assert LIMITS.max_tokens(None, 5) == 20 and LIMITS.max_tokens(None, 25) == 5
     assert LIMITS.max_tokens(None, 40) == 1 and LIMITS.max_tokens(99, 60) == 4
-    with pytest.raises(InvalidField, match="prompt_ids"):
+    with pytest.raises(ContextLengthExceeded, match="prompt_ids"):
         LIMITS.max_tokens(1, 64)
     async with handle() as (server, verl):
         await verl.generate(PROMPT, {"max_new_tokens": 6}, "r")
@@ -175,7 +175,8 @@ async def test_equal_prompts_of_a_seeded_run_get_different_answers_that_each_run
     seeds, answers = [], []
     for _ in range(2):
         async with handle(limits=replace(LIMITS, seed=5)) as (server, verl):
-            answers.append([tuple((await verl.generate(PROMPT, unseeded, f"r{k}")).token_ids) for k in range(4)])
+            asked = [unseeded, unseeded | {"seed": -1}] * 2
+            answers.append([tuple((await verl.generate(PROMPT, asked[k], f"r{k}")).token_ids) for k in range(4)])
             await verl.generate(PROMPT, PARAMS, "with a seed")
             seeds.append([body["seed"] for body in server.requests])
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5 and seeds[0][-1] == PARAMS["seed"]

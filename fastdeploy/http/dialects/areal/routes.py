@@ -48,7 +48,8 @@ def areal_router(context: ServingContext) -> APIRouter:
     @routes.post("/areal_pause_generation", LaxBody)
     async def pause_generation(_: LaxBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. AReaL's client resubmits the requests that were aborted."""
-        report = await place_pause(client, context.config.areal_pause_mode, None, placed_by="areal")
+        mode, ttl_s = context.config.areal_pause_mode, context.config.dialect_hold_ttl_s
+        report = await place_pause(client, mode, None, "areal", ttl_s)
         return success("Generation paused", report=report)
 
     @routes.post("/areal_continue_generation", LaxBody)

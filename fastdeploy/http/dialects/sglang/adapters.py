@@ -32,10 +32,16 @@ class NameBody(LaxBody):
 
 
 class LoadOptions(NameBody):
-    """pinned: has no effect, since every adapter stays usable. upsert: replace an adapter that is loaded."""
+    """pinned: has no effect, since every adapter stays usable. upsert: false refuses a name that is loaded. SGLang does
+    so without this field too. Here the adapter is replaced then, as on prime-rl's server, which has the same route and
+    replaces one name in each step."""
 
     pinned: bool = False
-    upsert: bool = False
+    upsert: bool | None = None
+
+    @property
+    def replace(self) -> bool:
+        return self.upsert is not False
 
 
 class LoadBody(LoadOptions):
@@ -108,7 +114,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
         """Load a PEFT folder. The folder is read before the answer, and not again later."""
         source, path = FolderSource(body.lora_path), body.lora_path
-        await load_adapter(context, m.LoadAdapterArgs(body.lora_name, source, path=path, replace=body.upsert))
+        await load_adapter(context, m.LoadAdapterArgs(body.lora_name, source, path=path, replace=body.replace))
         return await done()
 
     @routes.post("/unload_lora_adapter", NameBody, **ERRORS)
@@ -124,6 +130,6 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
         async with admitted_upload(context, None):
             body, tensors = await asyncio.to_thread(parse_tensors, await request.body())
             async with spooled_bytes(tensors, context) as source:
-                args = m.LoadAdapterArgs(body.lora_name, source, body.config_dict, FROM_TENSORS, replace=body.upsert)
+                args = m.LoadAdapterArgs(body.lora_name, source, body.config_dict, FROM_TENSORS, replace=body.replace)
                 await load_adapter(context, args)
         return json_response(await done())

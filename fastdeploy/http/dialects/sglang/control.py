@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     async def pause_generation(body: PauseGenerationBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. Requests that arrive during the pause are held, whatever the mode."""
         mode, clear_cache = MODES[body.mode] if body.mode else (context.config.sglang_pause_mode, None)
-        report = await place_pause(client, mode, clear_cache, placed_by="sglang")
+        report = await place_pause(client, mode, clear_cache, "sglang", context.config.dialect_hold_ttl_s)
         return {"status": "ok", "message": "Generation paused successfully.", "report": report}
 
     @routes.post("/continue_generation", LaxBody)

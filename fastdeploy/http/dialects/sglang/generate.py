@@ -18,7 +18,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.core.request_fields import RequestFields, part_id
 from fastdeploy.core.scope import adapter_scope
 from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
@@ -57,8 +57,10 @@ def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
         n=prompts.n, priority=body.priority, cache_salt=salt, session=body.session, stale_ok=body.stale_ok
     )
     parts = ((p.rid, p.ids, p.sampling, p.adapter, p.text) for p in prompts.prompts)
-    rids, ids, sampling, adapters, texts = zip(*parts, strict=True)
-    return GenerationRequest(engine_requests(rids, ids, sampling, adapters, fields, prompts.group), list(texts))
+    names, ids, sampling, adapters, texts = zip(*parts, strict=True)
+    if prompts.group:
+        names = tuple(part_id(prompts.group, i) for i in range(len(names)))
+    return GenerationRequest(engine_requests(names, ids, sampling, adapters, fields, prompts.group), list(texts))
 
 
 class LabelledGeneration(Generation):
@@ -78,7 +80,7 @@ class LabelledGeneration(Generation):
         if self._kept_bytes > MAX_KEPT_BYTES:
             raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
         for i, delta in deltas:
-            if delta.finish_reason and not self.choices[i].token_ids:
+            if delta.finish_reason and not self.choices[i].spans:
                 await self._ask_label(self.adapters[i // self.n])
         return deltas
 
@@ -120,7 +122,7 @@ class GenerateView:
             for number, choice in zip(numbers, generation.choices, strict=True)
         ]
         self._first_of = self._replies[:: prompts.n]  # by prompt
-        self._input_logprobs: dict[int, tuple[int, dict[str, Any]]] = {}  # by prompt
+        self._input_logprobs: dict[int, tuple[bool, dict[str, Any]]] = {}  # by prompt: whether all are known
         self._began = time.monotonic()
 
     async def body(self) -> Any:
@@ -138,30 +140,30 @@ class GenerateView:
 
     async def _output(self, reply: ChoiceReply, text: str) -> dict[str, Any]:
         prompt, choice = reply.prompt, reply.choice
-        num_tokens = 0 if prompt.scoring else len(choice.token_ids)
-        await self._append_new(reply, num_tokens)
+        num_tokens = len(choice.token_ids)
+        await self._append_new(reply)
         meta: dict[str, Any] = {
             "id": prompt.rid,
-            "finish_reason": finish_reason(choice, num_tokens),
+            "finish_reason": finish_reason(choice),
             "prompt_tokens": len(prompt.ids),
             "completion_tokens": num_tokens,
             "cached_tokens": self.generation.cached_tokens[reply.number],
-            # The label of the last token. Without tokens: of the weights that served when the choice ended.
+            # The label of the last token, or of the weights that served when a choice without tokens ended.
             "weight_version": choice.spans[-1].version if choice.spans else self.generation.labels.get(prompt.adapter),
-            "weight_versions": weight_versions(choice.spans if num_tokens else []),
+            "weight_versions": weight_versions(choice.spans),
         }
         if prompt.logprobs.wanted:
             meta |= await self._logprobs(reply)
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._began
-        output = {"text": "" if prompt.scoring else text, "output_ids": reply.ids.raw(), "meta_info": meta}
+        output = {"text": text, "output_ids": reply.ids.raw(), "meta_info": meta}
         return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
 
-    async def _append_new(self, reply: ChoiceReply, num_tokens: int) -> None:
-        """Append the tokens that are new since the last event, up to the first ``num_tokens`` of the choice."""
-        options, new = reply.prompt.logprobs, slice(reply.num_tokens, num_tokens)
-        ids, entries = reply.choice.token_ids[new], reply.choice.logprobs[new]
-        reply.num_tokens = num_tokens
+    async def _append_new(self, reply: ChoiceReply) -> None:
+        """Append the tokens that are new since the last event."""
+        options, choice = reply.prompt.logprobs, reply.choice
+        ids, entries = choice.token_ids[reply.num_tokens :], choice.logprobs[reply.num_tokens :]
+        reply.num_tokens = len(choice.token_ids)
         await reply.ids.extend(ids)
         if options.wanted:
             await reply.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
@@ -180,24 +182,25 @@ class GenerateView:
         if options.top:
             fields["output_top_logprobs"] = reply.top.raw()
         if options.kept and reply.choice.finish_reason is not None:
-            fields |= kept_ids(reply.choice.logprobs[: reply.num_tokens])
+            fields |= kept_ids(reply.choice.logprobs)
         return fields
 
     async def _of_prompt(self, number: int) -> dict[str, Any]:
-        """Return the fields about the tokens of a prompt. They are encoded again only when more of them are known."""
+        """Return the fields about the tokens of a prompt: empty lists until all are known. They are encoded again only
+        when all have become known."""
         first = self._first_of[number]
         prompt, entries = first.prompt, first.choice.prompt_logprobs
-        known, fields = self._input_logprobs.get(number, (-1, {}))
-        if known == len(entries):
+        was_known, fields = self._input_logprobs.get(number, (False, {}))
+        if fields and was_known == (entries is not None):
             return fields
         start, array = prompt.logprobs.start, self.generation.pace.array
-        given: list[Logprob | None] = [None, *entries][start:] if start >= 0 else []
+        given: list[Logprob | None] = [None, *entries][start:] if start >= 0 and entries is not None else []
         ids = prompt.ids[start : start + len(given)] if given else []
         triples = (self._triple(e.logprob if e else None, t) for t, e in zip(ids, given, strict=True))
         fields = {"input_token_logprobs": await array(triples)}
         if prompt.logprobs.top:
             fields["input_top_logprobs"] = await array(map(self._top, given), 1 + prompt.logprobs.top)
-        self._input_logprobs[number] = len(entries), fields
+        self._input_logprobs[number] = entries is not None, fields
         return fields
 
     def _triple(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
@@ -221,16 +224,16 @@ def kept_ids(entries: list[Logprob]) -> dict[str, str]:
     }
 
 
-def finish_reason(choice: Choice, num_tokens: int) -> dict[str, Any] | None:
-    """Return SGLang's finish_reason, which is None until the choice has ended. num_tokens: tokens in the reply."""
+def finish_reason(choice: Choice) -> dict[str, Any] | None:
+    """Return SGLang's finish_reason, which is None until the choice has ended."""
     match choice.finish_reason:
         case None:
             return None
         case "stop":
             matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
-            return {"type": "length", "length": 0} if not num_tokens else {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": matched}
         case "length":
-            return {"type": "length", "length": num_tokens}
+            return {"type": "length", "length": len(choice.token_ids)}
         case "error":  # SGLang's form. The status keeps clients from resuming this as an abort.
             error = {"status_code": 500, "err_type": "InternalServerError"}
             return {"type": "abort", "message": choice.message, **error}

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.request_fields import MAX_N, RequestFields
-from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
+from fastdeploy.core.request_fields import MAX_N, MAX_REQUEST_ID_CHARS, PART, RequestFields
+from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, NO_SEED, SEED_BITS, SamplingParams
 from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
@@ -96,8 +96,7 @@ class LogprobOptions(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One prompt with its parameters. adapter: "" = the base model. scoring: max_new_tokens is 0. The engine samples at
-    least one token, which the reply drops."""
+    """One prompt with its parameters. rid: as the reply shows it. adapter: "" = the base model."""
 
     rid: str
     adapter: str
@@ -105,7 +104,6 @@ class Prompt(NamedTuple):
     sampling: SamplingParams
     text: TextOptions
     logprobs: LogprobOptions
-    scoring: bool
 
 
 class Prompts(NamedTuple):
@@ -152,8 +150,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
         ids = await _tokenise(context, value, name)
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
-        scoring = params[i].max_new_tokens == 0
-        prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i], scoring))
+        prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i]))
     context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
     return Prompts(prompts, n, batch, group)
 
@@ -195,8 +192,8 @@ def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
-    """Return the id of each prompt, and the id of the batch. batch: number of prompts, or None for a single prompt that
-    is no batch."""
+    """Return the id that the reply shows for each prompt, and the id of the batch, if its prompts have none of their
+    own. batch: number of prompts, or None for a single prompt that is no batch."""
     if isinstance(rid, list) and batch is not None:
         if len(rid) != batch or len(set(map(str, rid))) != batch:
             raise InvalidField("rid", f"expected {batch} different ids, one per prompt")
@@ -206,8 +203,8 @@ def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
 
 
 def _rid(value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= 512:
-        raise InvalidField("rid", "expected a string of 1 to 512 characters")
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_REQUEST_ID_CHARS or PART in value:
+        raise InvalidField("rid", f"expected a string of 1 to {MAX_REQUEST_ID_CHARS} characters without {PART}")
     return value
 
 
@@ -265,6 +262,9 @@ def _sampling(
     wanted = left if params.max_new_tokens is None else params.max_new_tokens
     if wanted < 0:
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
+    asked = params.max_new_tokens
+    if params.min_new_tokens > 0 and (asked is None or params.min_new_tokens <= asked):
+        context.check_room(prompt_tokens, params.min_new_tokens, "sampling_params.min_new_tokens")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
     mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
@@ -280,7 +280,7 @@ def _sampling(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        seed=None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS,
+        seed=None if params.sampling_seed in (None, NO_SEED) else params.sampling_seed % 2**SEED_BITS,
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,
@@ -294,4 +294,10 @@ def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
     stops = stop_strings(params.stop, "sampling_params.stop")
     if stops:
         context.require_tokenizer("sampling_params.stop")
-    return TextOptions(stops, params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)
+    return TextOptions(
+        stops=stops,
+        include_stop=params.no_stop_trim,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_new_tokens,
+        prompt_only=params.max_new_tokens == 0,
+    )

@@ -93,7 +93,7 @@ class WeightUpdates:
         paused before stays paused."""
         hold_id = f"update-{commit.session_id}"
         try:
-            await place_pause(self._client, "abort", None, PLACED_BY, hold_id, COMMIT_HOLD_TTL_S)
+            await place_pause(self._client, "abort", None, PLACED_BY, COMMIT_HOLD_TTL_S, hold_id)
             return await self._client.call(commit)
         finally:
             await self._client.call(m.ResumeArgs(hold_id=hold_id))

@@ -80,7 +80,8 @@ def skyrl_router(context: ServingContext) -> APIRouter:
 
     @routes.post("/skyrl/v1/abort_lora_requests", AdapterBody)
     async def abort_lora_requests(body: AdapterBody) -> dict[str, Any]:
-        """Abort all requests of one adapter. Their clients get the tokens so far."""
+        """Abort all requests of one adapter. Their clients get the tokens so far. A new tenant has no adapter yet: its
+        first sync aborts nothing."""
         report = await context.client.call(m.AbortArgs(lora_name=body.lora_name))
         aborted = [request["request_id"] for request in report["aborted"]]
         return {"status": "ok", "aborted": aborted, "count": len(aborted), "requests": report["aborted"]}

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
-from fastdeploy.core.errors import STATUS, AdapterLoaded, FastDeployError, InvalidField
+from fastdeploy.core.errors import STATUS, AdapterFolderNotFound, AdapterLoaded, FastDeployError, InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
@@ -71,8 +71,9 @@ def _post(router: APIRouter, path: str, kind: type[Kind], handler: Callable[[Kin
 
 
 def _error_response(error: FastDeployError) -> Response:
-    """Return an error with the type that vLLM gives it. The code is that of all routes."""
-    status = STATUS.get(error.code, 500)
+    """Return an error with the type that vLLM gives it. Its code is that of all routes, and so is its status, but for a
+    folder without an adapter: TRL takes a 404 of the load for a server that has no such route."""
+    status = 400 if isinstance(error, AdapterFolderNotFound) else STATUS.get(error.code, 500)
     if status not in (400, 404):
         return error_response(error)
     body = error_body(error)

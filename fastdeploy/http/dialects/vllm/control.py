@@ -81,7 +81,7 @@ def _add_pause_and_abort(router: APIRouter, context: ServingContext) -> None:
     async def pause(body: PauseBody) -> dict[str, Any]:
         """Answer when the engine is quiesced."""
         mode = body.mode or ("wait" if body.wait_for_inflight_requests else context.config.vllm_pause_mode)
-        report = await place_pause(client, mode, body.clear_cache, placed_by="vllm")
+        report = await place_pause(client, mode, body.clear_cache, "vllm", context.config.dialect_hold_ttl_s)
         return {"status": "paused", "report": report}
 
     @routes.post("/resume", LaxBody)

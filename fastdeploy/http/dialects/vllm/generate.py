@@ -23,9 +23,12 @@ from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, Token
 
 # Fields outside of sampling_params that have the same name in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}
-NOT_SAMPLING = frozenset({"prompt", "token_ids"}) | PASSED_ON
-# Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, and where it looks for prefixes.
-HARMLESS_SAMPLING = frozenset({"output_kind", "detokenize", "flat_logprobs", "skip_reading_prefix_cache"})
+NOT_SAMPLING = frozenset({"prompt", "token_ids", "echo"}) | PASSED_ON
+# Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, where it looks for prefixes, and from
+# which position it returns experts. verifiers sends the last one always, and return_routed_experts is refused.
+HARMLESS_SAMPLING = frozenset({
+    "output_kind", "flat_logprobs", "skip_reading_prefix_cache", "routed_experts_prompt_start",
+})  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "features": (None, {}),
     "kv_transfer_params": (None, {}),
@@ -102,6 +105,7 @@ class GenerateView(OpenAIReply):
             "prompt_logprobs": [choice.pop("prompt_logprobs", None) for choice in choices][0],
             "kv_transfer_params": None,
             "usage": self.usage(),
+            "weight_version": self.weight_version(),
         }
 
     async def choices(self) -> list[dict[str, Any]]:

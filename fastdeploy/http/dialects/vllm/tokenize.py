@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import PlainValidator
 from starlette.responses import Response
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.http.body import LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import read_control
@@ -77,7 +77,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
         body = await read_control(request, DetokenizeBody)
         tokenizer = context.require_tokenizer("tokens")
         if len(body.tokens) > context.max_model_len:
-            raise InvalidField("tokens", f"{len(body.tokens)} tokens; expected at most {context.max_model_len}")
+            raise ContextLengthExceeded("tokens", context.max_model_len, f"the text of {len(body.tokens)} tokens")
         if any(type(token) is not int for token in body.tokens):
             raise InvalidField("tokens", "expected a list of token ids")
         if body.tokens:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import FolderSource, WholeSource
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
@@ -67,9 +67,20 @@ class UpdateInfo(SourceBody):
 
 
 class UpdateBody(LaxBody):
-    """The JSON body of /update_weights, as the API description shows it. See WeightUpdates.part."""
+    """The JSON body of /update_weights, as the API description shows it: one of its fields. See WeightUpdates.part, and
+    WeightDirBody."""
 
-    update_info: UpdateInfo
+    update_info: UpdateInfo | None = None
+    weight_dir: str | None = None
+
+
+class WeightDirBody(LaxBody):
+    """The body of prime-rl's call: a folder with a whole checkpoint, which becomes an update of its own."""
+
+    weight_dir: str = Field(min_length=1)
+
+    def update(self) -> m.UpdateWeightsArgs:
+        return Part(FolderSource(self.weight_dir), UpdateInfo.model_validate({})).update()
 
 
 class InitInfo(Body):
@@ -189,8 +200,10 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     async def update_weights(request: Request) -> Response:
         if is_upload(request):
             report = await weights.upload(request, context)
+        elif (fields := await read_fields(request)).keys() & {"weight_dir"}:
+            report = await context.client.call(parse_body(fields, WeightDirBody, {}).update())
         else:
-            report = await weights.add(await weights.part((await read_fields(request)).get("update_info")))
+            report = await weights.add(await weights.part(fields.get("update_info")))
         return json_response({"message": "Weights updated", "report": report})
 
     @routes.post("/finish_weight_update", FinishBody)
