@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from fastdeploy.core.early_reply import EarlyReply
 from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
 from fastdeploy.core.host import host_id
 from fastdeploy.core.safe_files import open_regular
@@ -61,7 +62,8 @@ class RemoteHosts:
         self._policy = SourcePolicy(config.model_roots, "")
         self._silence_s = max(config.fence_after_s, config.stall_s)
         headers = {"Authorization": f"Bearer {config.replica_key}"} if config.replica_key else {}
-        self._http = httpx.AsyncClient(headers=headers, limits=httpx.Limits(max_connections=None), trust_env=False)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # EarlyReply needs new connections
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -90,7 +92,7 @@ class RemoteHosts:
         self, replica: Replica, body: AsyncIterator[bytes], length: dict[str, str]
     ) -> AsyncIterator[str]:
         headers = {"Content-Type": "application/octet-stream"} | length
-        async with self._reply(replica, "POST", SPOOL, content=body, headers=headers) as reply:
+        async with self._reply(replica, "POST", SPOOL, body, headers=headers) as reply:
             pieces = reply.aiter_bytes()  # its end closes the connection, so it must live as long as the block
             yield await _first_path(replica, pieces)
 
@@ -119,9 +121,9 @@ class RemoteHosts:
     async def add_part(self, replica: Replica, session: str, weights: httpx.Response) -> None:
         """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
         headers = {"Content-Type": "application/octet-stream"} | _length_of(weights)
-        body = weights.aiter_bytes(PIECE_BYTES)
-        options: dict[str, Any] = {"params": {"session_id": session}, "content": body, "headers": headers}
-        async with self._reply(replica, "POST", CHUNK, silence_s=READ_TIMEOUT_S, **options) as reply:
+        body, params = weights.aiter_bytes(PIECE_BYTES), {"session_id": session}
+        sent = self._reply(replica, "POST", CHUNK, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
+        async with sent as reply:
             await reply.aread()
 
     def _policy_check(self, source: Source) -> None:
@@ -130,10 +132,19 @@ class RemoteHosts:
 
     @contextlib.asynccontextmanager
     async def _reply(
-        self, replica: Replica, method: str, path: str, silence_s: float | None = None, **options: Any
+        self,
+        replica: Replica,
+        method: str,
+        path: str,
+        body: AsyncIterator[bytes] | None = None,
+        silence_s: float | None = None,
+        **options: Any,
     ) -> AsyncIterator[httpx.Response]:
         import httpx
 
+        if body is not None:
+            early = EarlyReply()
+            options |= {"content": early.body(body), "extensions": early.extensions}
         timeout = httpx.Timeout(self._silence_s, read=silence_s or self._silence_s)
         url = replica.placement.url + path
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from fastdeploy.rl.early_reply import EarlyReply
+from fastdeploy.core.early_reply import EarlyReply
 from fastdeploy.rl.errors import Unreachable
 from fastdeploy.rl.replies import decode_object, read_events, reply_error
 

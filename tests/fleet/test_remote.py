@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from fastdeploy.core.errors import EngineDead
-from fastdeploy.fleet.remote import _first_path
+from fastdeploy.core.errors import EngineDead, FastDeployError
+from fastdeploy.core.weight_source import FileSource
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.remote import RemoteHosts, _first_path
+from fastdeploy.http.guards.keys import Keys
 
 REPLICA = SimpleNamespace(name="r0", placement=SimpleNamespace(url="http://r0"))
 
@@ -30,3 +33,27 @@ async def test_the_path_of_a_file_may_have_every_character_but_a_newline(step):
 async def test_an_answer_without_a_path_names_the_replica(pieces):
     with pytest.raises(EngineDead, match="r0"):
         await _first_path(REPLICA, each(pieces))
+
+
+async def test_a_replica_that_refuses_weights_before_all_were_sent_answers_and_is_not_dead(make_stack, tmp_path):
+    keys = Keys(control=(b"secret",))
+    server = make_stack(keys=keys, max_upload_mb=60, upload_dir=str(tmp_path / "uploads")).server
+    replica = SimpleNamespace(name="r0", placement=SimpleNamespace(url=server.url))
+    weights = tmp_path / "weights"
+
+    async def refusal(key: str, megabytes: int) -> FastDeployError:
+        with open(weights, "wb") as file:
+            file.truncate(megabytes << 20)
+        hosts = RemoteHosts(FleetConfig(fleet_id="fleet", replica_key=key))
+        try:
+            with pytest.raises(FastDeployError, match="replica r0") as refused:
+                async with hosts.staged(replica, FileSource(str(weights))):
+                    pass
+        finally:
+            await hosts.close()
+        return refused.value
+
+    for _ in range(3):
+        assert (await refusal("wrong", 60)).code == "invalid_api_key"
+        too_large = await refusal("secret", 64)
+        assert too_large.code == "request_too_large" and "more than 62914560 bytes" in too_large.message
