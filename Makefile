@@ -61,7 +61,7 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)

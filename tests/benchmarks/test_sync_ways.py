@@ -90,9 +90,9 @@ def test_without_a_finished_run_there_is_nothing_to_plot(tmp_path, capsys):
 @pytest.mark.processes
 def test_every_token_of_a_real_run_is_explained(tmp_path):
     """By the way in which most tokens can get lost: abort, with automatic resume."""
-    small = "--group 4 --groups 2 --concurrency 4 --eval-problems 8 --eval-every 2"
-    arguments = ["--ways", "abort", "--seeds", "1", "--updates", "3", "--seconds", "300", "--trainer", small]
+    small = "--group 4 --groups 2 --concurrency 32 --eval-problems 8 --eval-every 6"  # many are aborted at each update
+    arguments = ["--ways", "abort", "--seeds", "1", "--updates", "12", "--seconds", "300", "--trainer", small]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     record = read(runs.folder_of(tmp_path, Way("abort"), 0))
-    assert record.engine.generated > 0 and len(record.updates) == 3
+    assert record.engine.generated > 0 and len(record.updates) == 12
     assert any(rollout.resumes for rollout in record.rollouts) and record.engine.recomputed > 0

@@ -55,7 +55,8 @@ class TorchProcess:
         return result
 
     def compute(self, function: Callable[..., Result], *args: Any, **more: Any) -> Result:
-        """As ``run``, for a function that is called for what it does: nothing is stored."""
+        """As ``run``, but nothing is stored: for arguments that depend on the machine, or a function that is called for
+        what it does."""
         if self._process is None:
             context = get_context("spawn")
             self._connection, theirs = context.Pipe()

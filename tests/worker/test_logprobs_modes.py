@@ -77,7 +77,9 @@ def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoin
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
     asked = described(cases)
-    own = torch_process.run(torch_logprobs.told, checkpoints[name], asked, TOP)
+    # In bfloat16 the tokens depend on the kernels of this machine, so there is no stored reference.
+    reference = torch_process.run if name == "qwen3" else torch_process.compute
+    own = reference(torch_logprobs.told, checkpoints[name], asked, TOP)
     given = [torch_logprobs.logprobs_of(case, rows, TOP) for case, rows in zip(asked, logits, strict=True)]
     errors = []
     for i, (setting, sequence) in enumerate(cases):

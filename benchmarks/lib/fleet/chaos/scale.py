@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.lib.fleet.chaos.figures import percentile
@@ -14,6 +14,7 @@ from benchmarks.lib.fleet.runner import Costs
 from benchmarks.lib.report import plain_table
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
@@ -40,17 +41,17 @@ async def measure(num: int, pauses: int) -> Row:
         client = FleetClient(config, launcher, lambda at: ZmqConnector(at.endpoint, context=context))
         client.start()
         try:
-            await _until_members(client, num)
+            replicas = client.membership.replicas
+            await _until(lambda: len(client.membership.open) == num)
             start_s, cpu = time.monotonic() - began, time.process_time()
             pauses_ms = [await _pause(client, num) for _ in range(pauses)]
             cpu_ms = (time.process_time() - cpu) * 1000 / pauses
             killed = launcher.names[: -(-num // 10)]
             began = time.monotonic()
-            kills = [asyncio.create_task(launcher.kill(name, 0.0)) for name in killed]
-            while len(client.membership.open) > num - len(killed):
-                await asyncio.sleep(0.005)
-            await asyncio.gather(*kills)
-            await _until_members(client, num)
+            before = {name: _boot_id(replicas[name]) for name in killed}
+            await asyncio.gather(*(launcher.kill(name, 0.0) for name in killed))
+            await _until(lambda: all(_boot_id(replicas[name]) != boot_id for name, boot_id in before.items()))
+            await _until(lambda: len(client.membership.open) == num)
             back_s = time.monotonic() - began
             await _pause(client, num)
         finally:
@@ -59,10 +60,16 @@ async def measure(num: int, pauses: int) -> Row:
     return Row(num, start_s, pauses_ms, cpu_ms, len(killed), back_s)
 
 
-async def _until_members(client: FleetClient, num: int) -> None:
+async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(120.0):
-        while len(client.membership.open) < num:
+        while not condition():
             await asyncio.sleep(0.005)
+
+
+def _boot_id(replica: Replica) -> str | None:
+    """Return the boot id of the last engine that was connected."""
+    welcome = replica.client.welcome
+    return None if welcome is None else welcome.boot_id
 
 
 async def _pause(client: FleetClient, num: int) -> float:
