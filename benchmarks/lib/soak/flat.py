@@ -31,7 +31,7 @@ BOUNDS = {
     "files": Bound(5.0, 2.9),
     "sockets": Bound(20.0, 16.0),
     "folder_files": Bound(5.0, 2.5),
-    "folder_mb": Bound(40.0, 8.0),
+    "folder_mb": Bound(40.0, 140.0),  # from its first upload on, each API server keeps two files of 64 MiB
     "shm_files": Bound(2.0, 1.5),
     "shm_mb": Bound(5.0, 3.0),
     "kv_blocks": Bound(0.0, 0.0),
