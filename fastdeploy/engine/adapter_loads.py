@@ -72,14 +72,18 @@ class Load:
         """Time at which the load is given up, on the loop's clock."""
         return self.started_at + self.timeout_s
 
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the prepared adapter; None = it is not prepared yet."""
+        return None if self.packed is None else self.packed[0].fingerprint
+
     def prepared(self, packed: Packed, now: float) -> None:
         """Keep the result for the end of the load, and answer the call. Before a gateway ends the load, other replicas
         may need the whole time-out for theirs."""
         self.packed, self.expires_at = packed, now + self.timeout_s + PREPARED_S
         answer, self.answer = self.answer, None
         assert answer is not None
-        name, fingerprint = self.args.lora_name, packed[0].fingerprint
-        answer({"lora_name": name, "status": "prepared", "fingerprint": fingerprint}, None)
+        answer({"lora_name": self.args.lora_name, "status": "prepared", "fingerprint": self.fingerprint}, None)
 
     def timings_ms(self, began: float, now: float) -> dict[str, float]:
         """Return how long the parts of the load took, up to ``now``. began: when its commit began."""

@@ -138,6 +138,8 @@ class AdapterRegistry:
         """Commit or drop a prepared load. A commit raises WrongOrder if there is none: a reset drops it, for example.
         After a VersionConflict or an InvalidField the load is still prepared."""
         load = self._loads.get(args.lora_name)
+        if load is not None and args.fingerprint not in (None, load.fingerprint):
+            load = None  # a later load: an unload between the two calls has dropped the one that was prepared before
         dropped = {"lora_name": args.lora_name, "status": "dropped"}
         if load is None and not args.commit:
             return dropped

@@ -27,23 +27,23 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
             raise InvalidField("prepare", "expected a whole load: the fleet makes both phases itself")
         self._entry: FleetAdapter | None = None
         self._fingerprint: str | None = None
-        self._prepared: set[str] = set()
+        self._prepared: dict[str, str] = {}  # by replica, the fingerprint of what it has prepared
 
     def prepare(self, name: str) -> list[m.Args]:
         return [replace(self.args, prepare=True, source=self.sources.get(name, self.args.source))]
 
     def commit(self, name: str) -> m.Args | None:
         if self._entry is None:
-            self._before = self.state.adapters.get(self.args.lora_name)
+            before = self.state.adapters.get(self.args.lora_name)
             assert self._fingerprint is not None, "a commit follows the preparation of all"
             epoch = self.state.next_adapter_epoch(self.args.lora_name)
-            self._entry = FleetAdapter(self.args, epoch, self._fingerprint)
+            self._entry = FleetAdapter(self.args, epoch, self._fingerprint, before)
             self.state.adapters[self.args.lora_name] = self._entry
-        return m.EndLoadArgs(self.args.lora_name, True, self._entry.epoch)
+        return m.EndLoadArgs(self.args.lora_name, True, self._entry.epoch, self._prepared[name])
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         if isinstance(args, m.LoadAdapterArgs):
-            self._prepared.add(name)
+            self._prepared[name] = result["fingerprint"]
 
     def judge(self, name: str, step: Step, result: dict[str, Any]) -> FastDeployError | None:
         """All replicas must have read the same adapter."""
@@ -56,22 +56,37 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
         return WeightUpdateRefused(f"lora_name: {why}", param="lora_name")
 
     def rollback(self, name: str) -> m.Args | None:
-        """A replica that refused to prepare has no prepared load, or that of another call."""
-        return m.EndLoadArgs(self.args.lora_name, False) if name in self._prepared else None
+        """A replica that refused to prepare has no prepared load, or that of another call. After an unload, the load of
+        a later call may be prepared."""
+        if name not in self._prepared:
+            return None
+        return m.EndLoadArgs(self.args.lora_name, False, fingerprint=self._prepared[name])
 
     def seconds(self, step: Step) -> float:
         if step is not Step.PREPARE:
             return self.config.fence_after_s
         return bounded(self.args.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
 
-    def failed(self) -> None:
-        """Take the adapter back, but not its number: a replica that was fenced may have served with it."""
+    def done(self) -> dict[str, Any]:
         if self._entry is not None:
-            self.state.note_past_adapter(self._entry.epoch)
-        if self._entry is not None and self.state.adapters.get(self.args.lora_name) is self._entry:
-            del self.state.adapters[self.args.lora_name]
-            if self._before is not None:
-                self.state.adapters[self.args.lora_name] = self._before
+            self._entry.before = None
+        return super().done()
+
+    def failed(self) -> None:
+        """Take the adapter back, but not its number: a replica that was fenced may have served with it. A later load
+        may have replaced it already, and must not bring it back."""
+        if (entry := self._entry) is None:
+            return
+        entry.failed = True
+        self.state.note_past_adapter(entry.epoch)
+        if self.state.adapters.get(self.args.lora_name) is not entry:
+            return
+        before = entry.before
+        while before is not None and before.failed:
+            before = before.before
+        del self.state.adapters[self.args.lora_name]
+        if before is not None:
+            self.state.adapters[self.args.lora_name] = before
 
 
 class UnloadPlan(Plan[m.UnloadAdapterArgs]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.core.weight_source import WholeSource
@@ -50,13 +50,17 @@ class FleetSession:
     source: WholeSource | None = None
 
 
-class FleetAdapter(NamedTuple):
+@dataclass(eq=False)
+class FleetAdapter:
     """An adapter that all members have. args: of the load, whose source may be gone or have other tensors now. epoch:
-    the adapter epoch that serves. fingerprint: see AdapterInfo (core/runner.py)."""
+    the adapter epoch that serves. fingerprint: see AdapterInfo (core/runner.py). before: the adapter that comes back if
+    the load fails; None once it has ended. failed: the load has failed."""
 
     args: LoadAdapterArgs
     epoch: int
     fingerprint: str
+    before: FleetAdapter | None = None
+    failed: bool = False
 
 
 @dataclass

@@ -183,13 +183,15 @@ class LookUpAdapterArgs(msgspec.Struct, frozen=True, tag=True):
 class EndLoadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Finish a load that was made with ``prepare``: swap the adapter in between two steps (commit), or forget the load.
     adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one, or, for a name
-    that is not loaded, a number above those of all adapters that were unloaded. A commit raises WrongOrder if no load
-    of this name is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}, also if there was
-    none any more."""
+    that is not loaded, a number above those of all adapters that were unloaded. fingerprint: that of the adapter which
+    was prepared; a load that has another one by now is left alone; None = whatever is prepared. A commit raises
+    WrongOrder if no such load is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}, also
+    if there was none any more."""
 
     lora_name: str
     commit: bool
     adapter_epoch: int | None = None
+    fingerprint: str | None = None
 
 
 class UnloadAdapterArgs(msgspec.Struct, frozen=True, tag=True):

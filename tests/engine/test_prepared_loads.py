@@ -82,6 +82,18 @@ def test_an_epoch_that_is_not_above_the_replaced_one_is_a_conflict_and_the_load_
     assert prepared(h) == ["a"] and end(h).result["adapter_epoch"] == 6
 
 
+def test_a_call_that_names_another_adapter_than_the_prepared_one_leaves_the_load_alone():
+    h = Harness()
+    load_prepared(h, "a", 1)
+    gone, there = adapter_fingerprint("a2"), adapter_fingerprint("a1")
+    assert end(h, fingerprint=gone).failure.code == "wrong_order"
+    assert end(h, commit=False, fingerprint=gone).result["status"] == "dropped" and prepared(h) == ["a"]
+    assert end(h, fingerprint=there).result["fingerprint"] == there
+    assert_serves(h, "a", 1)
+    load_prepared(h, "a", 2)
+    assert end(h, commit=False, fingerprint=gone).result["status"] == "dropped" and prepared(h) == []
+
+
 def test_a_dropped_load_leaves_no_file_and_changes_nothing():
     h = Harness()
     h.load_adapter("a", 1)

@@ -170,9 +170,12 @@ class ModelReplica:
         return {"fingerprint": fingerprint}
 
     def _EndLoadArgs(self, args: m.EndLoadArgs) -> dict[str, Any]:
-        if args.lora_name not in self.loads and args.commit:
-            raise errors.WrongOrder("nothing is prepared")
-        fingerprint = self.loads.pop(args.lora_name, "")
+        fingerprint = self.loads.get(args.lora_name)
+        if fingerprint is None or args.fingerprint not in (None, fingerprint):
+            if args.commit:
+                raise errors.WrongOrder("no such load is prepared")
+            return {"lora_name": args.lora_name}
+        del self.loads[args.lora_name]
         if args.commit:
             assert args.adapter_epoch is not None
             label = args.lora_name, args.adapter_epoch

@@ -136,6 +136,20 @@ LOST_COMMIT = [
     ("whole call of an adapter", 0),
 ]
 
+# An unload comes between the two messages of a load, and then a later load: the first one fails, the later one stands.
+LOAD, UNLOAD = CALLS.index(ADAPTER_CALLS[0]), CALLS.index(ADAPTER_CALLS[2])
+UNLOADED_MEANWHILE = [
+    *[("whole call of an adapter", 0), ("call", LOAD), ("call", UNLOAD), ("whole call of an adapter", 0)],
+    ("die and join", 0),
+]
+# The same, and the later load fails too.
+BOTH_LOADS_FAIL = [
+    *[("whole call of an adapter", 0), ("call", LOAD), ("call", UNLOAD), ("call", LOAD)],
+    *[("handle", 0), ("handle", 1), ("deliver", 0), ("deliver", 1)] * 3,
+    *[("handle", 0), ("handle", 1), ("deliver", 0), ("deliver", 1)],
+    *[("refuse", at + 2 * REFUSABLE.index(m.EndLoadArgs)) for at in (0, 1)],
+]
+
 
 @examples(600)
 @given(num=st.integers(2, 5), script=scripts(12, 50))
@@ -143,6 +157,8 @@ LOST_COMMIT = [
 @example(num=2, script=OVERWRITTEN[0])
 @example(num=2, script=OVERWRITTEN[1])
 @example(num=2, script=LOST_COMMIT)
+@example(num=2, script=UNLOADED_MEANWHILE)
+@example(num=2, script=BOTH_LOADS_FAIL)
 def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script):
     play(num, script)
 
