@@ -40,7 +40,7 @@ class AdapterTransfer:
             try:
                 async with source as found:
                     await replica.client.call(found)
-                await replica.client.call(m.EndLoadArgs(args.lora_name, commit=True, adapter_epoch=adapter.epoch))
+                await replica.client.call(m.EndLoadArgs(args.lora_name, True, adapter.epoch, adapter.fingerprint))
                 return
             except (FastDeployError, OSError) as error:
                 if isinstance(error, EngineError) and not replica.client.connected.is_set():

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import PauseInterrupted, PauseTimeout
-from fastdeploy.fleet.plan import MAX_SECONDS, Context, Plan, bounded
+from fastdeploy.fleet.plan import Context, Plan, bounded
 from fastdeploy.fleet.reports import merge
 from fastdeploy.fleet.state import FleetHold, FleetState
 from fastdeploy.fleet.transaction import Rule, Step
@@ -23,7 +24,7 @@ RELEASED = (PauseTimeout, PauseInterrupted)  # after these errors of an engine, 
 def _for_engine(args: T) -> T:
     """Give the engine more time than the gateway has. A ttl that the engine must refuse stays as it is."""
     ttl_s = args.ttl_s
-    return args if ttl_s is None or not 0.0 < ttl_s <= MAX_SECONDS else replace(args, ttl_s=ttl_s + TTL_MARGIN_S)
+    return args if ttl_s is None or not 0.0 < ttl_s <= MAX_TTL_S else replace(args, ttl_s=ttl_s + TTL_MARGIN_S)
 
 
 def _expiry(ttl_s: float | None, now: float) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.config import FleetConfig
@@ -14,7 +15,6 @@ from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transaction import Rule, Step
 from fastdeploy.inter_communicator import messages as m
 
-MAX_SECONDS = 31 * 86400.0
 A = TypeVar("A", bound=m.Args)
 
 
@@ -106,4 +106,4 @@ class Plan(Generic[A]):
 
 def bounded(seconds: float | None, default: float) -> float:
     """Return a time-out of a call, or ``default`` if there is none or if the engine will refuse it."""
-    return seconds if seconds is not None and 0.0 <= seconds <= MAX_SECONDS else default
+    return seconds if seconds is not None and 0.0 <= seconds <= MAX_TTL_S else default
