@@ -31,7 +31,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.trace_file import tracing
+from fastdeploy.engine.views.trace_file import tracing
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.remote_runner import RemoteRunner
 from fastdeploy.inter_communicator.runner_server import RunnerServer

@@ -181,7 +181,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy.engine.pause import FENCE_TIMEOUT_S
+from fastdeploy.engine.pauses.pause import FENCE_TIMEOUT_S
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness

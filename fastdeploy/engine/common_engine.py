@@ -28,25 +28,25 @@ from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.engine.adapters import AdapterRegistry
-from fastdeploy.engine.admission import AdmissionControl
-from fastdeploy.engine.delivery import Answer, ClientProcess
+from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.finite_watch import FiniteWatch
-from fastdeploy.engine.fleet_report import FleetReport
-from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.leadership import Leadership
-from fastdeploy.engine.lifecycle import RequestLifecycle
+from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.processes import process_runs
-from fastdeploy.engine.retained_log import RetainedLog
-from fastdeploy.engine.retention import Retention
-from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.requests.admission import AdmissionControl
+from fastdeploy.engine.requests.delivery import Answer, ClientProcess
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
+from fastdeploy.engine.requests.retained_log import RetainedLog
+from fastdeploy.engine.requests.retention import Retention
 from fastdeploy.engine.sleep import Sleeper
-from fastdeploy.engine.trace_file import tracing
-from fastdeploy.engine.viewers import StateReader, Viewers
-from fastdeploy.engine.weight_checks import check_label
-from fastdeploy.engine.weight_switch import WeightSwitch
-from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.engine.updates.weight_checks import check_label
+from fastdeploy.engine.updates.weight_switch import WeightSwitch
+from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.engine.views.fleet_report import FleetReport
+from fastdeploy.engine.views.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
+from fastdeploy.engine.views.trace_file import tracing
+from fastdeploy.engine.views.viewers import StateReader, Viewers
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastdeploy.engine.pause_call import makes_step_useless
+from fastdeploy.engine.pauses.pause_call import makes_step_useless
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, PauseTimeout, StagingTimeout, WrongOrder
 from fastdeploy.core.runner import Runner, WeightMove
-from fastdeploy.engine.adapter_reads import AdapterReads
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.holds import SYSTEM
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.adapters.reads import AdapterReads
+from fastdeploy.engine.pauses.holds import SYSTEM
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job
-from fastdeploy.engine.weights import NO_WEIGHTS, WeightSessions
+from fastdeploy.engine.updates.weights import NO_WEIGHTS, WeightSessions
 from fastdeploy.inter_communicator.messages import PauseArgs, SleepArgs, WakeArgs
 
 WEIGHT, KV_CACHE = "weight", "kv_cache"

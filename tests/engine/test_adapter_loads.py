@@ -13,7 +13,7 @@ from engine.test_staging_thread import HangingHarness, HangingRunner
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
-from fastdeploy.engine.adapters import COPIES_AT_ONCE
+from fastdeploy.engine.adapters.registry import COPIES_AT_ONCE
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens

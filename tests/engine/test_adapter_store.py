@@ -12,13 +12,13 @@ import pytest
 
 from fastdeploy.core.errors import ModelNotFound, WeightUpdateRefused
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.adapter_store import PREFIX, AdapterStore
+from fastdeploy.engine.adapters.store import PREFIX, AdapterStore
 from support.fake_runner import write_adapter
 
 MAKE_AND_WAIT = """
 import sys
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.adapter_store import AdapterStore
+from fastdeploy.engine.adapters.store import AdapterStore
 store = AdapterStore(sys.argv[1], 100, len)
 store.copy(1, FolderSource(sys.argv[2]), None, ("/",))
 print("made", flush=True)

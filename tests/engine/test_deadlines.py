@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fastdeploy.engine.deadlines import MIN_PRUNE
+from fastdeploy.engine.requests.deadlines import MIN_PRUNE
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness
 

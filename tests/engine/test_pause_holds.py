@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.pause_calls import busy, call_pause, tokens_of
-from fastdeploy.engine import scopes
+from fastdeploy.engine.pauses import scopes
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import Harness

@@ -7,8 +7,8 @@ import pytest
 from fastdeploy.core.errors import ResultLost
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.engine import retained_log
-from fastdeploy.engine.retained_log import RECORD, RetainedLog
+from fastdeploy.engine.requests import retained_log
+from fastdeploy.engine.requests.retained_log import RECORD, RetainedLog
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy.engine.retention import CHOICE_BYTES, LOGPROB_BYTES, MIN_PRUNE, TOKEN_BYTES
+from fastdeploy.engine.requests.retention import CHOICE_BYTES, LOGPROB_BYTES, MIN_PRUNE, TOKEN_BYTES
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import EngineError
-from fastdeploy.engine import scopes
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.pauses import scopes
+from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.inter_communicator import messages as m
 from support.tenants import A, B, exact, paused_adapters, resume, run_out_exactly, tenants
 

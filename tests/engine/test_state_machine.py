@@ -14,7 +14,7 @@ from fastdeploy.core.errors import EngineError
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource
-from fastdeploy.engine.pause import Mode, PausePhase
+from fastdeploy.engine.pauses.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
 from support import search
 from support.checked_engine import CheckedEngine

@@ -10,8 +10,8 @@ from fastdeploy.core import request as r
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
-from fastdeploy.engine import pause as p
-from fastdeploy.engine import weight_session as w
+from fastdeploy.engine.pauses import pause as p
+from fastdeploy.engine.updates import weight_session as w
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs
 from support.harness import Harness
 

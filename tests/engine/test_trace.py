@@ -17,8 +17,8 @@ import pytest
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.events import Event, EventKind, EventLog
-from fastdeploy.engine import trace_file
-from fastdeploy.engine.trace_file import TraceFile, tracing
+from fastdeploy.engine.views import trace_file
+from fastdeploy.engine.views.trace_file import TraceFile, tracing
 from fastdeploy.inter_communicator import messages as m
 from support import chrome_trace
 from support.fake_runner import FakeRunner

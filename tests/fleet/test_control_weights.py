@@ -15,7 +15,7 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.adapter_store import AdapterStore
+from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
 from fastdeploy.fleet.plans import plan_for

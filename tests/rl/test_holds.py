@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.server import until
-from fastdeploy.engine.delivery import DeliveryFence
+from fastdeploy.engine.requests.delivery import DeliveryFence
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastdeploy.engine.adapters import AdapterRegistry
+from fastdeploy.engine.adapters.registry import AdapterRegistry
 
 
 class Loaded(NamedTuple):

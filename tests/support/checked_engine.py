@@ -14,9 +14,9 @@ from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
-from fastdeploy.engine.holds import Hold
-from fastdeploy.engine.pause import Mode, PausePhase, PauseState
-from fastdeploy.engine.weight_session import Session
+from fastdeploy.engine.pauses.holds import Hold
+from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState
+from fastdeploy.engine.updates.weight_session import Session
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.scheduler.queue import Gate
 from support.fake_runner import FakeRunner, fingerprint_of, nothing

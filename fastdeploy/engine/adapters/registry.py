@@ -23,14 +23,14 @@ from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource, may_hang
-from fastdeploy.engine.adapter_checks import AdapterChecks, check_adapter_epoch, not_found
-from fastdeploy.engine.adapter_loads import Adapter, Load, problem_of
-from fastdeploy.engine.adapter_lookups import AdapterLookups, explained
-from fastdeploy.engine.adapter_reads import AdapterReads, Packed
-from fastdeploy.engine.adapter_store import AdapterStore
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.adapters.checks import AdapterChecks, check_adapter_epoch, not_found
+from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
+from fastdeploy.engine.adapters.lookups import AdapterLookups, explained
+from fastdeploy.engine.adapters.reads import AdapterReads, Packed
+from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator import messages as m
 

@@ -8,7 +8,7 @@ from fastdeploy.core.delta_format import COMPRESSIONS, ENCODINGS
 from fastdeploy.core.errors import BaseMismatch, InvalidField, VersionConflict, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.weight_source import MAX_TENSORS, MAX_VERSION_CHARS, DeltaBase, PartFormat
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs
 
 MAX_SECONDS = 86400.0

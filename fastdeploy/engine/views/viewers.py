@@ -17,9 +17,9 @@ from fastdeploy.core.events import Event, EventLog
 from fastdeploy.core.request import Request, RequestState
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.engine.adapters import AdapterRegistry
-from fastdeploy.engine.scopes import Scopes
-from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.messages import EventsArgs
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.queue import Gate

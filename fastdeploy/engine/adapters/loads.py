@@ -8,8 +8,8 @@ from typing import Any
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.scope import ServedModel
-from fastdeploy.engine.adapter_reads import Packed
-from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.adapters.reads import Packed
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 PREPARED_S = 60.0  # the end of a prepared load must be called in this time and twice the load's time-out

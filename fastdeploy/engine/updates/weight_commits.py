@@ -9,13 +9,13 @@ from typing import Any
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, SessionNotFound
 from fastdeploy.core.runner import Runner, Staged
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.session_book import SessionBook
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_checks import UpdateChecks, check_result, check_result_is_named
-from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
-from fastdeploy.engine.weight_switch import WeightSwitch
+from fastdeploy.engine.updates.session_book import SessionBook
+from fastdeploy.engine.updates.weight_checks import UpdateChecks, check_result, check_result_is_named
+from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
+from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator.messages import CommitUpdateArgs
 
 log = logging.getLogger("fastdeploy.engine")

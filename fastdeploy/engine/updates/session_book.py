@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFound, UpdateInProgress, WrongOrder
-from fastdeploy.engine.weight_session import Session, SessionState
+from fastdeploy.engine.updates.weight_session import Session, SessionState
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, CheckUpdateArgs, CommitUpdateArgs, UpdateChunkArgs
 
 MAX_REMEMBERED = 64

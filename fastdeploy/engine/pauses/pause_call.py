@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.holds import (
+from fastdeploy.engine.pauses.holds import (
     CLEARS_CACHE,
     GATES,
     NATIVE_ADMISSION,
@@ -21,7 +20,8 @@ from fastdeploy.engine.holds import (
     Mode,
     PausePhase,
 )
-from fastdeploy.engine.lifecycle import Counts, SilentClients
+from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.requests.lifecycle import Counts, SilentClients
 from fastdeploy.inter_communicator.messages import Args, PauseArgs
 from fastdeploy.scheduler.queue import Gate
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
 from fastdeploy.core.scope import ServedModel
-from fastdeploy.engine.adapter_store import AdapterStore
+from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.scheduler.scheduler import Scheduler
 

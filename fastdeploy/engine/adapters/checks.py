@@ -13,8 +13,8 @@ from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.adapter_loads import Adapter
-from fastdeploy.engine.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
+from fastdeploy.engine.adapters.loads import Adapter
+from fastdeploy.engine.updates.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import ChunkReceipt, Staged, Staging
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.weight_streams import WeightStreams, may_stream
+from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.updates.weight_streams import WeightStreams, may_stream
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.engine.adapters import AdapterRegistry
+from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.leadership import Leadership
-from fastdeploy.engine.scopes import Scopes
-from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.scheduler.scheduler import Scheduler
 
 

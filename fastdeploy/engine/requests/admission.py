@@ -17,12 +17,12 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.core.scope import Scope, adapter_scope
-from fastdeploy.engine.adapters import AdapterRegistry
-from fastdeploy.engine.holds import Admission
-from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.retention import RETRY_AFTER_S, Retention, check_retainable
-from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.pauses.holds import Admission
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
+from fastdeploy.engine.requests.retention import RETRY_AFTER_S, Retention, check_retainable
 
 
 class AdmissionControl:

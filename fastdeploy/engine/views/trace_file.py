@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from fastdeploy.core.events import Event, EventKind, EventLog
-from fastdeploy.engine.trace_tracks import TraceEvent, Tracks
+from fastdeploy.engine.views.trace_tracks import TraceEvent, Tracks
 
 log = logging.getLogger("fastdeploy.engine")
 

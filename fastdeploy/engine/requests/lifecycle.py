@@ -16,9 +16,9 @@ from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.core.scope import Scope, ServedModel
-from fastdeploy.engine.deadlines import WHY, Deadlines
-from fastdeploy.engine.delivery import Delivery, DeliveryFence
-from fastdeploy.engine.retention import DETACHED, Record, Retention
+from fastdeploy.engine.requests.deadlines import WHY, Deadlines
+from fastdeploy.engine.requests.delivery import Delivery, DeliveryFence
+from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics

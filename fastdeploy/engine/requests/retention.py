@@ -19,7 +19,7 @@ from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull
 from fastdeploy.core.outputs import Logprob, Span, merge_spans
 from fastdeploy.core.request import Group, RequestTable
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.engine.retained_log import RetainedLog
+from fastdeploy.engine.requests.retained_log import RetainedLog
 from fastdeploy.inter_communicator.messages import Output
 
 DETACHED = ""  # the client of a detached request

@@ -15,7 +15,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, Up
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator.messages import ExportWeightsArgs, WeightInfoArgs
 

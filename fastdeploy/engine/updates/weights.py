@@ -27,12 +27,12 @@ from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import StreamSource, may_hang
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.holds import Admission, Mode
-from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.session_book import SessionBook
+from fastdeploy.engine.pauses.holds import Admission, Mode
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_checks import (
+from fastdeploy.engine.updates.session_book import SessionBook
+from fastdeploy.engine.updates.weight_checks import (
     UpdateChecks,
     check_fingerprint,
     check_form,
@@ -40,11 +40,11 @@ from fastdeploy.engine.weight_checks import (
     check_label,
     check_result_is_named,
 )
-from fastdeploy.engine.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
-from fastdeploy.engine.weight_info import WeightInfo
-from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
-from fastdeploy.engine.weight_streams import may_stream
-from fastdeploy.engine.weight_switch import WeightSwitch
+from fastdeploy.engine.updates.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
+from fastdeploy.engine.updates.weight_info import WeightInfo
+from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
+from fastdeploy.engine.updates.weight_streams import may_stream
+from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")

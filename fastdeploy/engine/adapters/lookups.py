@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.engine.adapter_checks import AdapterChecks, not_found
-from fastdeploy.engine.adapter_store import AdapterStore
-from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.adapters.checks import AdapterChecks, not_found
+from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator import messages as m
 

@@ -12,11 +12,11 @@ from fastdeploy.core.errors import FastDeployError, InvalidField, PauseBlocked
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.engine.adapter_checks import not_found
-from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.holds import Mode
-from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.adapters.checks import not_found
+from fastdeploy.engine.pauses.holds import Mode
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.queue import Gate
 

@@ -7,11 +7,11 @@ import time
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.runner import Runner
-from fastdeploy.engine.adapters import AdapterRegistry
-from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.retention import Retention
+from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.pauses.pause import PauseState
+from fastdeploy.engine.requests.retention import Retention
 from fastdeploy.engine.sleep import TAGS
-from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.scheduler import Scheduler
 

@@ -25,8 +25,7 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.scope import Scope
-from fastdeploy.engine.delivery import Answer, DeliveryFence
-from fastdeploy.engine.holds import (
+from fastdeploy.engine.pauses.holds import (
     GATES,
     SYSTEM,
     TRANSITIONS,
@@ -38,8 +37,9 @@ from fastdeploy.engine.holds import (
     ReleaseReason,
     expiry,
 )
-from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause_call import PauseCall, PauseTerms, read_terms
+from fastdeploy.engine.pauses.pause_call import PauseCall, PauseTerms, read_terms
+from fastdeploy.engine.requests.delivery import Answer, DeliveryFence
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.inter_communicator.messages import PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.queue import Gate
 
