@@ -37,12 +37,9 @@ struct StageItem {
   int64_t memory_bytes, first;
 };
 
-enum class Encoding : int64_t { kDense, kOverwrite, kXor };
-
 // DeltaItem of ops/interface.py.
 struct DeltaItem {
   Region region;
-  Encoding encoding;
   const char* payload;
   int64_t payload_bytes;
 };

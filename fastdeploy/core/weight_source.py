@@ -60,10 +60,10 @@ def may_hang(source: object) -> bool:
 class PartFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The way in which the tensors of a part are written. The default is plain safetensors.
 
-    encoding: "dense" (the values), "overwrite" (the indices and values that changed) or "xor" (the bits of the new
-    values xor those of the base). compression: "none" or "zstd". With any other than dense and none, each tensor of the
-    source is its payload, of dtype U8 (core/delta_format.py). fingerprints: {tensor: the fingerprint, in hex, that the
-    tensor must have once this part is applied}, for any of the tensors."""
+    encoding: "dense" (the values) or "overwrite" (the indices and values that changed). compression: "none" or "zstd".
+    With any other than dense and none, each tensor of the source is its payload, of dtype U8 (core/delta_format.py).
+    fingerprints: {tensor: the fingerprint, in hex, that the tensor must have once this part is applied}, for any of the
+    tensors."""
 
     encoding: str = "dense"
     compression: str = "none"

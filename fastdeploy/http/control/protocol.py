@@ -97,7 +97,7 @@ class SourceBody(Body):
     nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
-    encoding: Literal["dense", "overwrite", "xor"] = "dense"
+    encoding: Literal["dense", "overwrite"] = "dense"
     compression: Literal["none", "zstd"] = "none"
     fingerprints: Fingerprints = {}
 

@@ -135,7 +135,7 @@ class StageItemArgs(ctypes.Structure):
 class DeltaItemArgs(ctypes.Structure):
     """DeltaItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), ("encoding", c_int64), ("payload", c_void_p), ("payload_bytes", c_int64)]
+    _fields_ = [("region", RegionArgs), ("payload", c_void_p), ("payload_bytes", c_int64)]
 
 
 class StageResultArgs(ctypes.Structure):

@@ -23,7 +23,6 @@ PROBLEMS = (
     Problem.STOPPED,
 )
 KINDS = ("F32", "BF16", "F16")
-ENCODINGS = ("dense", "overwrite", "xor")
 
 
 def stage(
@@ -58,8 +57,7 @@ def _stage_item(item: StageItem) -> StageItemArgs:
 def _delta_item(item: DeltaItem) -> DeltaItemArgs:
     assert item.region.linear is not None or item.region.vector is not None
     _check_bytes(item.payload)
-    encoding = ENCODINGS.index(item.encoding)
-    return DeltaItemArgs(_region(item.region), encoding, address(item.payload), item.payload.size)
+    return DeltaItemArgs(_region(item.region), address(item.payload), item.payload.size)
 
 
 def _region(region: Region) -> RegionArgs:

@@ -182,11 +182,10 @@ class StageItem(NamedTuple):
 
 
 class DeltaItem(NamedTuple):
-    """A change of a region that holds the base. encoding, payload (uint8): see core/delta_format.py. Nobody may write
-    to the payload meanwhile: it is checked before it is applied."""
+    """A change of a region that holds the base. payload: an overwrite as uint8, see core/delta_format.py. Nobody may
+    write to the payload meanwhile: it is checked before it is applied."""
 
     region: Region
-    encoding: str
     payload: np.ndarray
 
 

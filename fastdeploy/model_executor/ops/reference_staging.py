@@ -63,19 +63,10 @@ def _shifted(values: np.ndarray, first: int) -> Fingerprint:
 def _apply(packed: Rows, item: DeltaItem) -> StageResult:
     region = item.region
     old = _read(packed, region)
-    bits = old.view(f"<u{old.itemsize}")
-    if item.encoding == "overwrite":
-        try:
-            index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
-        except ValueError:
-            return StageResult(ZERO, Problem.MALFORMED)
-    elif item.payload.size != old.nbytes:
+    try:
+        index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
+    except ValueError:
         return StageResult(ZERO, Problem.MALFORMED)
-    else:
-        values = item.payload.view(bits.dtype)
-        values = values ^ bits if item.encoding == "xor" else values
-        index = np.flatnonzero(values != bits)
-        values = values[index]
     values = values.view(old.dtype)
     if not _finite(values):
         return StageResult(ZERO, Problem.NOT_FINITE)
