@@ -279,7 +279,6 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self._runner.check_alive()
             self.lifecycle.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
