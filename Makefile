@@ -58,7 +58,7 @@ test-quick: $(VENV)/.test
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
 	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
-		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
+		tests/engine/updates/test_update_exactness.py tests/engine/adapters/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.adapters.test_adapter_loads import HangingSources
 from engine.fleet_calls import GATEWAY, lead
-from engine.test_adapter_loads import HangingSources
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m

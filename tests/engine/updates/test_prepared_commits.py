@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.fleet_calls import prepare
-from engine.test_events import Record
+from engine.views.test_events import Record
 from engine.weight_calls import assert_serves, base_of, begin, chunk, commit, hold_ids, paused
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.weight_source import FolderSource

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from engine.adapters.test_adapter_loads import assert_serves, copies
 from engine.fleet_calls import load_prepared
-from engine.test_adapter_loads import assert_serves, copies
-from engine.test_events import Record
+from engine.views.test_events import Record
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import FolderSource

@@ -230,7 +230,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, "tests")
-from engine.test_trace import Traced
+from engine.views.test_trace import Traced
 h = Traced(Path(sys.argv[1]))
 for i in range(8):
     h.add(f"r{i}", [1, 2, 3, i], max_tokens=100)
