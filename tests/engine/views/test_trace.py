@@ -24,7 +24,7 @@ from support import chrome_trace
 from support.fake_runner import FakeRunner
 from support.harness import PROMPT, Harness
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def nothing() -> None: ...
