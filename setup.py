@@ -101,7 +101,7 @@ UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     name="fastdeploy-gpu" if GPU else "fastdeploy-cpu",
-    version="0.1.0",
+    version="0.11.0",
     description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
