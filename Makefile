@@ -104,7 +104,7 @@ fleet-chaos: $(VENV)/.runtime
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops -name "*.cc" -o -name "*.h")
 	$(BIN)/mypy
 
 # Does nothing if the sources have not changed. Without a compiler, prints that and goes on.

@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "kernels.h"
-#include "lora.h"
-#include "memory.h"
-#include "simd.h"
+#include "linear/lora.h"
+#include "runtime/memory.h"
+#include "runtime/simd.h"
 
 namespace fd {
 namespace FD_ISA {

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "kernels.h"
-#include "memory.h"
-#include "simd.h"
+#include "runtime/memory.h"
+#include "runtime/simd.h"
 
 namespace fd {
 namespace FD_ISA {

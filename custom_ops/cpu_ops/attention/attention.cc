@@ -1,12 +1,12 @@
 // Attention over the paged cache with vector FMA, and the preparation (norm, rotation, cache write) that the AMX
 // version shares. Compiled once per instruction set.
-#include "attention.h"
+#include "attention/attention.h"
 
 #include <cmath>
 #include <cstring>
 #include <type_traits>
 
-#include "simd.h"
+#include "runtime/simd.h"
 
 namespace fd {
 namespace FD_ISA {

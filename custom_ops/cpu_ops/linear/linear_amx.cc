@@ -15,10 +15,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "amx_tiles.h"
-#include "approximate_math.h"
-#include "linear.h"
-#include "thread_pool.h"
+#include "linear/linear.h"
+#include "runtime/amx_tiles.h"
+#include "runtime/approximate_math.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace amx {

@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "amx_tiles.h"
-#include "approximate_math.h"
-#include "attention.h"
-#include "simd.h"
+#include "attention/attention.h"
+#include "runtime/amx_tiles.h"
+#include "runtime/approximate_math.h"
+#include "runtime/simd.h"
 
 namespace fd {
 namespace amx {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <new>
 
-#include "memory.h"
-#include "staging.h"
+#include "runtime/memory.h"
+#include "weights/staging.h"
 
 namespace fd {
 

@@ -1,10 +1,10 @@
 // Measurements of the machine's limits for benchmarks/ops.py, and parts of the kernels for their tests.
 #include <immintrin.h>
 
-#include "amx_tiles.h"
-#include "approximate_math.h"
 #include "kernels.h"
-#include "thread_pool.h"
+#include "runtime/amx_tiles.h"
+#include "runtime/approximate_math.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace amx {

@@ -1,4 +1,5 @@
-#include "thread_pool.h"
+// The thread pool: shares that threads work off and steal from, and waiting by spinning, then on a futex.
+#include "runtime/thread_pool.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "fingerprint.h"
 #include "kernels.h"
+#include "weights/fingerprint.h"
 
 namespace fd {
 

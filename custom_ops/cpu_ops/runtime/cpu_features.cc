@@ -1,4 +1,5 @@
-#include "cpu_features.h"
+// Detection of the instruction sets of this machine (CPUID, XCR0, and the permission of Linux for AMX tiles).
+#include "runtime/cpu_features.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "linear.h"
-#include "thread_pool.h"
+#include "linear/linear.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace FD_ISA {

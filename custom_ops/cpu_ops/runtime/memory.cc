@@ -1,4 +1,5 @@
-#include "memory.h"
+// Pages for weights and KV blocks, and the scratch buffers of each thread.
+#include "runtime/memory.h"
 
 #include <sys/mman.h>
 

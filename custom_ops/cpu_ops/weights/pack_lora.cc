@@ -4,9 +4,9 @@
 #include <cstring>
 #include <new>
 
-#include "elements.h"
 #include "kernels.h"
-#include "memory.h"
+#include "runtime/memory.h"
+#include "weights/elements.h"
 
 namespace fd {
 

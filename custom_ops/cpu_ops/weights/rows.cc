@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "elements.h"
-#include "staging.h"
+#include "weights/elements.h"
+#include "weights/staging.h"
 
 namespace fd {
 namespace FD_ISA {

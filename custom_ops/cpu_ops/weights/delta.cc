@@ -3,9 +3,9 @@
 #include <cstring>
 #include <utility>
 
-#include "elements.h"
-#include "memory.h"
-#include "staging.h"
+#include "runtime/memory.h"
+#include "weights/elements.h"
+#include "weights/staging.h"
 
 namespace fd {
 namespace {
