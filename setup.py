@@ -1,5 +1,5 @@
-"""Packaging. With a compiler the wheel has the C++ ops and is for this platform. Without a compiler the wheel is for any
-platform, and the Paddle reference ops run. Paddle's CUDA build is taken where it is installed already."""
+"""Packaging. With a compiler the wheel has the C++ ops and is for this platform. Without a compiler the wheel is for
+any platform, and the Paddle reference ops run. Paddle's CUDA build is taken where it is installed already."""
 
 import re
 import runpy
@@ -90,7 +90,7 @@ UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     name="fastdeploy-cpu",
-    version="0.1.0",
+    version="0.11.0",
     description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",

@@ -102,7 +102,7 @@ def test_a_source_distribution_can_build_the_ops(source):
     [archive] = (source / "dist").iterdir()
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "custom_ops" / "cpu_ops").glob("*.*")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "custom_ops" / "cpu_ops").rglob("*.*")}
     assert {"custom_ops/build.py", "fastdeploy/embedded/model/model.safetensors", *sources} <= names
 
 

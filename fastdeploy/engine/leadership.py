@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, NotLeader
-from fastdeploy.engine.updates.weight_checks import MAX_EPOCH, check_label, check_seconds
+from fastdeploy.engine.field_checks import MAX_EPOCH, check_label, check_seconds
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
