@@ -29,6 +29,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.field_checks import check_label
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.handlers import handlers_of, handles
 from fastdeploy.engine.inbox import Inbox
@@ -41,7 +42,6 @@ from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.requests.retained_log import RetainedLog
 from fastdeploy.engine.requests.retention import Retention
 from fastdeploy.engine.sleep import Sleeper
-from fastdeploy.engine.updates.weight_checks import check_label
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.engine.views.fleet_report import FleetReport
@@ -247,7 +247,6 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self._runner.check_alive()
             self.lifecycle.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages

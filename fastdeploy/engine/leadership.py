@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, NotLeader
-from fastdeploy.engine.updates.weight_checks import MAX_EPOCH, check_label, check_seconds
+from fastdeploy.engine.field_checks import MAX_EPOCH, check_label, check_seconds
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")

@@ -8,10 +8,10 @@ from typing import Any
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.engine.field_checks import check_epoch, check_label
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
-from fastdeploy.engine.updates.weight_checks import check_epoch, check_label
 from fastdeploy.inter_communicator.messages import SetVersionArgs
 
 

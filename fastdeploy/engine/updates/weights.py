@@ -27,20 +27,14 @@ from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import StreamSource, may_hang
+from fastdeploy.engine.field_checks import check_fingerprint, check_form, check_kv, check_label, check_result_is_named
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Admission, Mode
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.updates.session_book import SessionBook
-from fastdeploy.engine.updates.weight_checks import (
-    UpdateChecks,
-    check_fingerprint,
-    check_form,
-    check_kv,
-    check_label,
-    check_result_is_named,
-)
+from fastdeploy.engine.updates.weight_checks import UpdateChecks
 from fastdeploy.engine.updates.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
 from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
