@@ -24,7 +24,7 @@ from fastdeploy.core.weight_source import FileSource, FolderSource, PartFormat
 from fastdeploy.model_executor.safetensors_source import open_source
 from fastdeploy.worker.model_runner import ModelRunner
 
-FORMS = [("overwrite", "none"), ("overwrite", "zstd"), ("xor", "zstd")]
+FORMS = [("overwrite", "none"), ("overwrite", "zstd")]
 State = dict[str, np.ndarray]
 
 
@@ -42,11 +42,7 @@ def changes(state: State, share: float) -> dict[str, np.ndarray]:
 
 
 def make_payload(bits: np.ndarray, index: np.ndarray, form: tuple[str, str]) -> np.ndarray:
-    if form[0] == "xor":
-        payload = np.zeros(bits.nbytes, np.uint8)
-        payload[2 * index] = 1
-    else:
-        payload = delta_format.overwrite(index, bits[index] ^ 1)
+    payload = delta_format.overwrite(index, bits[index] ^ 1)
     return delta_format.compress(payload) if form[1] == "zstd" else payload
 
 

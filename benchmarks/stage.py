@@ -4,7 +4,7 @@
     python -m benchmarks.stage FOLDER/model.safetensors [--dtype bfloat16|float32] [--repeats 5] [--changed 0.03]
 
 read: pread of the file into 256 KiB, on one thread. check: convert, check and fingerprint what is in a core's cache.
-stage: all of it, from the file into packed weights. copy: of packed weights (``copy_rows``). overwrite, xor: a delta of
+stage: all of it, from the file into packed weights. copy: of packed weights (``copy_rows``). overwrite: a delta of
 all weights. The file should be in the page cache. GB/s count the bytes of the file. Medians, the best in brackets.
 """
 
@@ -65,21 +65,15 @@ def checked(results: list[StageResult]) -> None:
     assert not problems, problems
 
 
-def delta_items(ops: CpuOps, regions: list[Region], changed: float, encoding: str) -> list[DeltaItem]:
-    """Return deltas that set random values, or flip the lowest bit of random values."""
+def delta_items(ops: CpuOps, regions: list[Region], changed: float) -> list[DeltaItem]:
+    """Return deltas that set random values."""
     rng, kind = np.random.default_rng(0), np.uint16 if ops.dtype == "bfloat16" else np.uint32
     items = []
     for region in regions:
         size = region.rows * region.columns
         index = np.flatnonzero(rng.random(size, np.float32) < changed)
-        if encoding == "overwrite":
-            values = rng.integers(0, 0x3F80 if kind is np.uint16 else 0x3F800000, index.size).astype(kind)
-            payload = delta_format.overwrite(index, values)
-        else:
-            flips = np.zeros(size, kind)
-            flips[index] = 1
-            payload = flips.view(np.uint8)
-        items.append(DeltaItem(region, encoding, payload))
+        values = rng.integers(0, 0x3F80 if kind is np.uint16 else 0x3F800000, index.size).astype(kind)
+        items.append(DeltaItem(region, delta_format.overwrite(index, values)))
     return items
 
 
@@ -120,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     itemsize = 4 if tensors[0].dtype == "F32" else 2
     part = StageItem(Region(1, CHUNK // itemsize), tensors[0].dtype, 0, memory=cached)
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    deltas = {name: delta_items(ops, regions, args.changed, name) for name in ("overwrite", "xor")}
+    deltas = delta_items(ops, regions, args.changed)
 
     def copy(pairs: list[tuple[CpuLinear, CpuLinear]]) -> None:
         for one, other in pairs:
@@ -132,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "check": lambda: checked(ops.stage([part] * (size // CHUNK), GO_ON)),
         "stage": lambda: checked(ops.stage(staged, GO_ON)),
         "copy": lambda: copy(list(zip(weights[1], weights[0], strict=True))),
-        "overwrite": lambda: checked(ops.apply_deltas(deltas["overwrite"], GO_ON)),
-        "xor": lambda: checked(ops.apply_deltas(deltas["xor"], GO_ON)),
+        "overwrite": lambda: checked(ops.apply_deltas(deltas, GO_ON)),
     }
     print(f"{size / 1e9:.2f} GB to {args.dtype}, {ops.isa}, {ops.num_threads} threads, {args.changed:.1%} changed")
     measure(calls, args.repeats, size)

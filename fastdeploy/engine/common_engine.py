@@ -27,7 +27,7 @@ from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.source_policy import SourcePolicy
+from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.field_checks import check_label
 from fastdeploy.engine.finite_watch import FiniteWatch

@@ -123,7 +123,7 @@ OWN: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
     m.PauseStatusArgs: PauseStatusPlan,
     m.UpdateWeightsArgs: UpdatePlan,
     m.BeginUpdateArgs: BeginPlan,
-    m.UpdateChunkArgs: ChunkPlan,
+    m.UpdatePartArgs: ChunkPlan,
     m.CheckUpdateArgs: CheckPlan,
     m.CommitUpdateArgs: CommitPlan,
     m.AbortUpdateArgs: AbortUpdatePlan,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
@@ -47,7 +47,7 @@ class FleetSession:
     open: bool = True
     begun: bool = False
     parts: int = 0
-    source: WholeSource | None = None
+    source: Source | None = None
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class FleetState:
     version: str = ""
     fingerprint: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    source: WholeSource | None = None
+    source: Source | None = None
     holds: dict[tuple[str, str], FleetHold] = field(default_factory=dict)
     adapters: dict[str, FleetAdapter] = field(default_factory=dict)
     past_adapter_epoch: int = 0

@@ -10,7 +10,7 @@ from functools import partial
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
 from fastdeploy.core.host import host_id
-from fastdeploy.core.weight_source import FileSource, WholeSource
+from fastdeploy.core.weight_source import FileSource, Source
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetState
@@ -63,8 +63,8 @@ class WeightTransfer:
                 await call(m.AbortUpdateArgs(session))
             raise
 
-    async def _part(self, replica: Replica, source: WholeSource, session: str) -> None:
-        await replica.client.call(m.UpdateChunkArgs(session, source))
+    async def _part(self, replica: Replica, source: Source, session: str) -> None:
+        await replica.client.call(m.UpdatePartArgs(session, source))
 
     async def _copy(self, peer: Replica, replica: Replica, session: str) -> None:
         if peer.placement.host == replica.placement.host == host_id():

@@ -27,7 +27,7 @@ from fastdeploy.inter_communicator import messages as m
 
 LEASE_MARGIN_S = 10.0  # the gateway ends a silent session so long after the engines
 KEEPS_SESSION = frozenset({"wrong_order", "invalid_field"})  # a refused part or commit with these ends no session
-SessionArgs = m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
+SessionArgs = m.UpdatePartArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
 A = TypeVar("A", bound=SessionArgs)
 
 
@@ -148,7 +148,7 @@ class BeginPlan(Plan[m.BeginUpdateArgs]):
         return merge(list(self.results.values())) | {"session_id": session.id}
 
 
-class ChunkPlan(SessionPlan[m.UpdateChunkArgs]):
+class ChunkPlan(SessionPlan[m.UpdatePartArgs]):
     """Add a part on all. A part that a replica refuses ends the session on all."""
 
     rule = Rule.UNDO
@@ -169,6 +169,12 @@ class ChunkPlan(SessionPlan[m.UpdateChunkArgs]):
 
 
 class CheckPlan(SessionPlan[m.CheckUpdateArgs]):
+    """Ask all about an upload. Its session takes a part soon, so the lease is renewed."""
+
+    def begin(self) -> None:
+        if (session := self.session) is not None:
+            session.expires_at = max(session.expires_at, self.now + session.begin.lease_s + LEASE_MARGIN_S)
+
     def prepare(self, name: str) -> list[m.Args]:
         return [replace(self.args, session_id=self.id_on(name))]
 
@@ -238,7 +244,7 @@ class UpdatePlan(CommitPlan):
     def prepare(self, name: str) -> Sequence[m.Args]:
         args = self._update
         begin = args.begin(self._placed_by)
-        part = m.UpdateChunkArgs(
+        part = m.UpdatePartArgs(
             None,
             self.sources.get(name, args.source),
             checksums=args.checksums,

@@ -41,7 +41,7 @@ from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
 from fastdeploy.http.openapi import DescribedApp
 from fastdeploy.http.ui.routes import ui_router
-from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
+from fastdeploy.http.upload import remove_leftovers
 
 logger = logging.getLogger(__name__)
 # The groups of routes, in the order of /docs.
@@ -70,7 +70,6 @@ def create_app(
         client.start().add_done_callback(_end_process)
         yield
         await client.close()
-        upload_files.close()
 
     app = DescribedApp(
         title="FastDeploy",
@@ -81,8 +80,7 @@ def create_app(
         redoc_url=None,
     )
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
-    upload_files = UploadFiles(config)
-    context = ServingContext(client, tokenizer, config, uploads, upload_files)
+    context = ServingContext(client, tokenizer, config, uploads)
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])

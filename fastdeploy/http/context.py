@@ -23,7 +23,6 @@ from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, 
 from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
-from fastdeploy.http.upload_files import UploadFiles
 
 # Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
 # tokens is refused before it is tokenised.
@@ -38,14 +37,12 @@ PASSED_ON = (
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. upload_files: files through which uploads reach the engine. slice_lock: see
-    Pace."""
+    uploads: places for weight uploads. slice_lock: see Pace."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    upload_files: UploadFiles
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:

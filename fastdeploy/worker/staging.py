@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from fastdeploy.core.fingerprint import Fingerprint, over_all
-from fastdeploy.core.runner import ChunkReceipt, Staged
+from fastdeploy.core.runner import PartReceipt, Staged
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
@@ -82,7 +82,7 @@ class WeightStaging:
         checksums: Mapping[str, str],
         verify_checksum: bool = False,
         form: PartFormat = PLAIN,
-    ) -> ChunkReceipt:
+    ) -> PartReceipt:
         """See ``Staging.add``. checksums: of the bytes in the source, so of a payload as it was sent. Payloads need a
         base."""
         with self._guard.working(), open_source(source, self._roots) as reader:
@@ -93,7 +93,7 @@ class WeightStaging:
             else:
                 self._stage_payloads(reader, expected, form)
             self._eos_token_ids = self._eos_token_ids if eos is None else eos
-            return ChunkReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
+            return PartReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
 
     def finish(self) -> Staged:
         """See ``Staging.finish``."""

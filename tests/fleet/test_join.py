@@ -233,10 +233,10 @@ def test_a_member_that_lost_its_weights_in_a_failed_update_in_place_gets_those_o
         raise WeightUpdateRefused("not here")
 
     table = spoiled._on_call
-    before, table[m.UpdateChunkArgs] = table[m.UpdateChunkArgs], refuse
+    before, table[m.UpdatePartArgs] = table[m.UpdatePartArgs], refuse
     with pytest.raises(FastDeployError):
-        fleet.run(fleet.client.call(m.UpdateChunkArgs(session, FolderSource("/nowhere/w4"))))
-    table[m.UpdateChunkArgs] = before
+        fleet.run(fleet.client.call(m.UpdatePartArgs(session, FolderSource("/nowhere/w4"))))
+    table[m.UpdatePartArgs] = before
     until(lambda: fleet.launcher.restarts, 20, "the member without weights is fenced")
     [(name, why)] = fleet.launcher.restarts
     assert name == "replica-0" and "in place" in why

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.source_policy import SourcePolicy
+from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 
@@ -77,7 +77,7 @@ def server(make_module_stack):
     return stack
 
 
-CALLS = (m.PauseArgs, m.ResumeArgs, m.SleepArgs, m.UpdateWeightsArgs, m.BeginUpdateArgs, m.UpdateChunkArgs,
+CALLS = (m.PauseArgs, m.ResumeArgs, m.SleepArgs, m.UpdateWeightsArgs, m.BeginUpdateArgs, m.UpdatePartArgs,
          m.LoadAdapterArgs, m.UnloadAdapterArgs, m.AbortArgs, m.CommitUpdateArgs, m.AbortUpdateArgs, m.ResetArgs,
          m.SetVersionArgs, m.WeightInfoArgs)  # fmt: skip
 

@@ -34,7 +34,7 @@ struct StageItem {
   Kind kind;
   int64_t offset, fd;
   const char* memory;
-  int64_t memory_bytes, first;
+  int64_t memory_bytes;
 };
 
 // DeltaItem of ops/interface.py.

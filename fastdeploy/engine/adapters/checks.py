@@ -11,8 +11,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import AdapterLoaded, InvalidField, ModelNotFound, VersionConflict
 from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, SourcePolicy
 from fastdeploy.engine.adapters.loads import Adapter
 from fastdeploy.engine.field_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import envelope, read
@@ -107,7 +107,7 @@ async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[WholeSource]:
+async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[Source]:
     """Yield the source that the call names. An uploaded body is kept in a file while the block runs."""
     upload = is_upload(request)
     if [upload, body.shared_memory is not None, body.lora_path is not None].count(True) != 1:

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import add_call, envelope, read
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
-    ChunkBody,
     CommitBody,
+    PartBody,
     ResetBody,
     SleepBody,
     SourceBody,
@@ -27,11 +27,8 @@ from fastdeploy.http.control.protocol import (
     WeightInfoBody,
 )
 from fastdeploy.http.openapi import asks, takes
-from fastdeploy.http.upload import admitted_upload, is_upload
-from fastdeploy.http.upload_stream import upload_part, upload_update
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
-
-PART_FIELDS = ("checksums", "verify_checksum", "form")  # of an upload
 
 
 def weights_router(context: ServingContext) -> APIRouter:
@@ -52,12 +49,9 @@ def weights_router(context: ServingContext) -> APIRouter:
             return await call(m.UpdateWeightsArgs(_named_source(body), **fields))
         _refuse_second_source(body)
         begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
-        part = {name: fields[name] for name in PART_FIELDS}
-        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, form=body.form)) as admitted:
-            report = await upload_update(
-                request, context, begin, part, lambda source: m.UpdateWeightsArgs(source, **fields), admitted["streams"]
-            )
-        return envelope(report)
+        check = m.CheckUpdateArgs(begin=begin, form=body.form)
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            return await call(m.UpdateWeightsArgs(source, **fields))
 
     @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
     async def weight_info(request: Request) -> Response:
@@ -69,15 +63,15 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, BeginBody)
         return await call(m.BeginUpdateArgs(**body.options()))
 
-    @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
+    @router.post("/v1/weights/chunk", openapi_extra=takes(PartBody, upload=PartBody))
     async def chunk(request: Request) -> Response:
-        body = await read(request, ChunkBody)
+        body = await read(request, PartBody)
         if not is_upload(request):
-            return await call(m.UpdateChunkArgs(source=_named_source(body), **body.rest()))
+            return await call(m.UpdatePartArgs(source=_named_source(body), **body.rest()))
         _refuse_second_source(body)
-        part = {name: body.rest()[name] for name in PART_FIELDS}
-        async with admitted_upload(context, m.CheckUpdateArgs(body.session_id, form=body.form)) as admitted:
-            return envelope(await upload_part(request, context, body.session_id, part, admitted["streams"]))
+        check = m.CheckUpdateArgs(body.session_id, form=body.form)
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            return await call(m.UpdatePartArgs(source=source, **body.rest()))
 
     add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
     add_call(router, client, "/v1/weights/abort", AbortUpdateBody, m.AbortUpdateArgs)
@@ -87,7 +81,7 @@ def weights_router(context: ServingContext) -> APIRouter:
     return router
 
 
-def _named_source(body: SourceBody) -> WholeSource:
+def _named_source(body: SourceBody) -> Source:
     return body.source("model_path", "model_path, shared_memory, or an octet-stream body")
 
 

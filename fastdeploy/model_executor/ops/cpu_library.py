@@ -128,8 +128,7 @@ class RegionArgs(ctypes.Structure):
 class StageItemArgs(ctypes.Structure):
     """StageItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p)]
-    _fields_ += _integers("memory_bytes first")
+    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p), *_integers("memory_bytes")]
 
 
 class DeltaItemArgs(ctypes.Structure):

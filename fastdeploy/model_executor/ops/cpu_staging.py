@@ -47,11 +47,11 @@ def apply_deltas(
 
 def _stage_item(item: StageItem) -> StageItemArgs:
     region, kind = _region(item.region), KINDS.index(item.dtype)
-    assert item.offset >= 0 and item.first >= 0
+    assert item.offset >= 0
     if item.memory is None:
-        return StageItemArgs(region, kind, item.offset, item.fd, None, 0, item.first)
+        return StageItemArgs(region, kind, item.offset, item.fd, None, 0)
     _check_bytes(item.memory)
-    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size, item.first)
+    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size)
 
 
 def _delta_item(item: DeltaItem) -> DeltaItemArgs:

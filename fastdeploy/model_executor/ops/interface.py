@@ -170,15 +170,13 @@ class Region(NamedTuple):
 
 class StageItem(NamedTuple):
     """Values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of uint8, of
-    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even.
-    first: index of the first value in its tensor, which has earlier values elsewhere."""
+    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even."""
 
     region: Region
     dtype: str
     offset: int
     fd: int = -1
     memory: np.ndarray | None = None
-    first: int = 0
 
 
 class DeltaItem(NamedTuple):

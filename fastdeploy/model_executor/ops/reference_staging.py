@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fastdeploy.core import delta_format
-from fastdeploy.core.fingerprint import ZERO, Fingerprint, change, fingerprint
+from fastdeploy.core.fingerprint import ZERO, change, fingerprint
 from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Problem, Region, StageItem, StageResult
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -52,12 +52,7 @@ def _stage(packed: Rows, item: StageItem) -> StageResult:
     if not _finite(values):
         return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
     _write(packed, region, values)
-    return StageResult(_shifted(values, item.first))
-
-
-def _shifted(values: np.ndarray, first: int) -> Fingerprint:
-    """Return the fingerprint of values that begin at index ``first`` of their tensor."""
-    return fingerprint(values) if first == 0 else fingerprint(np.concatenate([np.zeros(first, values.dtype), values]))
+    return StageResult(fingerprint(values))
 
 
 def _apply(packed: Rows, item: DeltaItem) -> StageResult:

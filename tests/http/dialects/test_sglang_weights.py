@@ -34,7 +34,7 @@ class Weights:
         self._open_by, self._failures = open_by, failures
         replies = {
             m.UpdateWeightsArgs: REPORT, m.CommitUpdateArgs: REPORT, m.BeginUpdateArgs: OPENED,
-            m.UpdateChunkArgs: {"session_id": "s-1"}, m.AbortUpdateArgs: {}, m.AbortArgs: {}, m.PauseArgs: {},
+            m.UpdatePartArgs: {"session_id": "s-1"}, m.AbortUpdateArgs: {}, m.AbortArgs: {}, m.PauseArgs: {},
             m.ResumeArgs: {}, m.ResetCacheArgs: {}, m.WeightInfoArgs: {"checksums": {"w": "00"}, "checksum": "11"},
         }  # fmt: skip
         for kind, result in replies.items():
@@ -97,7 +97,7 @@ def test_abort_all_aborts_only_when_the_new_weights_are_ready(stack):
 
 
 def test_a_bad_folder_aborts_no_request_and_ends_its_session(stack):
-    weights = Weights(stack, UpdateChunkArgs=m.Failure("weight_update_refused", "w.safetensors: header too large"))
+    weights = Weights(stack, UpdatePartArgs=m.Failure("weight_update_refused", "w.safetensors: header too large"))
     body = refused(stack.post("/update_weights_from_disk", model_path="/bad", abort_all_requests=True), "header")
     assert body["num_paused_requests"] == 0
     assert weights.kinds == ["BeginUpdate", "UpdateChunk", "AbortUpdate"]

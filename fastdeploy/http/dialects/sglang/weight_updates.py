@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.http.dialects.common import place_pause
 from fastdeploy.inter_communicator import messages as m
 
@@ -22,7 +22,7 @@ class Update(NamedTuple):
     new weights serve; an update that is refused aborts nothing. partial: tensors that do not arrive keep their value.
     flush: drop the prefix cache."""
 
-    sources: Sequence[WholeSource]
+    sources: Sequence[Source]
     version: str | None
     abort_all: bool
     flush: bool
@@ -42,12 +42,12 @@ class WeightUpdates:
         """Add the tensors to SGLang's open session. Without an open session the tensors are an update of their own,
         which is committed at once."""
         first, *others = update.sources
-        receipt = await self._client.call(m.UpdateChunkArgs(None, first, update.version, placed_by=PLACED_BY))
+        receipt = await self._client.call(m.UpdatePartArgs(None, first, update.version, placed_by=PLACED_BY))
         session_id = receipt["session_id"]
         if session_id is None:
             return await self._publish(update)
         for source in others:
-            receipt = await self._client.call(m.UpdateChunkArgs(session_id, source, update.version))
+            receipt = await self._client.call(m.UpdatePartArgs(session_id, source, update.version))
         if update.abort_all:
             await self._client.call(m.AbortArgs(abort_all=True))
         return receipt
@@ -80,7 +80,7 @@ class WeightUpdates:
         session_id = (await self._client.call(begin))["session_id"]
         try:
             for source in update.sources:
-                await self._client.call(m.UpdateChunkArgs(session_id, source))
+                await self._client.call(m.UpdatePartArgs(session_id, source))
             commit = m.CommitUpdateArgs(session_id)
             return await (self._commit_alone(commit) if update.abort_all else self._client.call(commit))
         except BaseException:
