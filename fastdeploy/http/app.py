@@ -17,17 +17,14 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapter_export import adapter_export_router
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
 from fastdeploy.http.control.pause import control_router
-from fastdeploy.http.control.weight_export import export_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal.routes import areal_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
-from fastdeploy.http.docs_page import add_docs_page
 from fastdeploy.http.errors import add_error_handlers
 from fastdeploy.http.fleet.routes import fleet_router
 from fastdeploy.http.fleet.spool import spool_router
@@ -37,9 +34,9 @@ from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.http.guards.route_access import AccessPolicy
 from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
-from fastdeploy.http.openai.serving_chat import chat_router
-from fastdeploy.http.openai.serving_completion import completion_router
-from fastdeploy.http.openapi import DescribedApp
+from fastdeploy.http.openai.chat import chat_router
+from fastdeploy.http.openai.completion import completion_router
+from fastdeploy.http.openapi import DescribedApp, add_docs_page
 from fastdeploy.http.ui.routes import ui_router
 from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
@@ -48,8 +45,8 @@ logger = logging.getLogger(__name__)
 ROUTERS = {
     "OpenAI": (completion_router, chat_router),
     "Control": (control_router,),
-    "Weights": (weights_router, export_router),
-    "Adapters": (adapters_router, adapter_export_router),
+    "Weights": (weights_router,),
+    "Adapters": (adapters_router,),
     "Operation": (health_router,),
     "Fleet": (fleet_router, spool_router),
     "vLLM": (vllm_router,),

@@ -16,10 +16,10 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields
 from fastdeploy.http.body import Body, parse_body, read_generation
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.completion import prepare
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
-from fastdeploy.http.openai.serving_completion import prepare
+from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 from fastdeploy.http.openapi import described, schema_of, streams, takes
-from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 
 # Fields outside of sampling_params that have the same name in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}

@@ -15,8 +15,8 @@ from fastdeploy.http.body import LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import read_control
 from fastdeploy.http.errors import json_response
+from fastdeploy.http.openai.chat import prepare
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody
-from fastdeploy.http.openai.serving_chat import prepare
 from fastdeploy.http.openapi import described, takes
 
 

@@ -15,7 +15,7 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
 from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions
-from fastdeploy.http.serving.responses import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.http.openai.responses import EventStream, GenerationResponse, JsonResponse
 
 MAX_DIGITS = 18  # of an integer that fits 64 bits
 

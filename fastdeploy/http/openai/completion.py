@@ -16,8 +16,8 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, read_generation
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
+from fastdeploy.http.openai.reply import OpenAIReply, work_of
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.openai_reply import OpenAIReply, work_of
 
 DEFAULT_MAX_TOKENS = 16  # the default of OpenAI and vLLM
 IDS_PER_WORK = 16  # token ids that are checked in one unit of Pace

@@ -26,9 +26,9 @@ from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.http.dialects.sglang import generate_body as sglang_generate_body
 from fastdeploy.http.dialects.vllm import generate as vllm_generate
 from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.openai.chat import ChatView
+from fastdeploy.http.openai.completion import CompletionView
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
-from fastdeploy.http.openai.serving_chat import ChatView
-from fastdeploy.http.openai.serving_completion import CompletionView
 from fastdeploy.http.upload_files import UploadFiles
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_engine_server import replace

@@ -17,8 +17,8 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, parse_json, read_generation
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage, ChatTokensBody
+from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 
 
 def chat_router(context: ServingContext) -> APIRouter:

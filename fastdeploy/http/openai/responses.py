@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fastdeploy.client.choice import Delta
 from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.guards.client_left import client_left
+from fastdeploy.http.guards.connection_limits import client_left
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
