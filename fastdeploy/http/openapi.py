@@ -18,7 +18,6 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter, WithJsonSchema
-from starlette.responses import HTMLResponse
 
 from fastdeploy.core.errors import STATUS
 
@@ -152,12 +151,6 @@ table { border-collapse: collapse; margin: .5rem 0 1rem; }
 td { border: 1px solid #8884; padding: .15rem .5rem; vertical-align: top; }
 .method { display: inline-block; width: 4rem; font-weight: bold; }
 """
-
-
-def add_docs_page(app: FastAPI) -> None:
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        return HTMLResponse(page(app.openapi()))
 
 
 def page(document: dict[str, Any]) -> str:

@@ -23,10 +23,11 @@ from fastdeploy.core.safe_files import open_regular
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.body import Body, parse_json
+from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.pause import envelope, read
 from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
 from fastdeploy.http.control.weights import in_header, passed_on, pieces
+from fastdeploy.http.guards.route_access import Access
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
@@ -78,6 +79,7 @@ def adapters_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/adapters")
+    @Access.DATA
     async def adapters() -> Response:
         return envelope({"adapters": await known_adapters(context)})
 
@@ -85,16 +87,15 @@ def adapters_router(context: ServingContext) -> APIRouter:
     async def load(request: Request) -> Response:
         """Load an adapter, or replace the adapter of this name between two steps. A refused adapter changes nothing."""
         body = await read(request, LoadBody)
-        check_name(context, body.lora_name)
+        check_name(context, body.lora_name)  # before an upload
         async with _source(request, context, body) as source:
             args = m.LoadAdapterArgs(source=source, path=body.lora_path or "", **body.options())
             return envelope(await context.client.call(args))
 
-    @router.post("/v1/adapters/unload", openapi_extra=takes(UnloadBody, query=True))
-    async def unload(request: Request) -> Response:
+    @Routes(router, read, envelope).post("/v1/adapters/unload", UnloadBody)
+    async def unload(body: UnloadBody) -> dict[str, Any]:
         """Remove the name at once. Running requests of the adapter finish on the weights that they have."""
-        body = await read(request, UnloadBody)
-        return envelope(await context.client.call(m.UnloadAdapterArgs(body.lora_name)))
+        return await context.client.call(m.UnloadAdapterArgs(body.lora_name))
 
     @router.get("/v1/adapters/export", openapi_extra=asks(ExportBody))
     async def export_adapter(request: Request) -> Response:
@@ -134,6 +135,11 @@ async def load_adapter(context: ServingContext, args: m.LoadAdapterArgs) -> dict
     """Load an adapter, and return the engine's report. Raises InvalidField for a name that requests cannot use."""
     check_name(context, args.lora_name)
     return await context.client.call(args)
+
+
+async def load_folder(context: ServingContext, lora_name: str, path: str, **options: Any) -> dict[str, Any]:
+    """Load a PEFT folder, as :func:`load_adapter`. options: fields of LoadAdapterArgs."""
+    return await load_adapter(context, m.LoadAdapterArgs(lora_name, FolderSource(path), path=path, **options))
 
 
 async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.safe_files import open_regular
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.fleet.client import FleetClient
+from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.pause import add_call, envelope, read
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
@@ -37,7 +37,7 @@ from fastdeploy.http.control.protocol import (
     WakeBody,
     WeightInfoBody,
 )
-from fastdeploy.http.openapi import asks, takes
+from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import admitted_upload, is_upload
 from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
@@ -53,20 +53,17 @@ PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they 
 
 def weights_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client = context.client
-
-    async def call(args: m.Args) -> Response:
-        return envelope(await client.call(args))
+    client, routes = context.client, Routes(router, read, envelope)
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
     async def update_weights(request: Request) -> Response:
         """Change the weights. A call with a version and no tensors changes only the label."""
         body = await read(request, UpdateWeightsBody)
         if body.names_no_source and not is_upload(request):
-            return await call(_relabel(body))
+            return envelope(await client.call(_relabel(body)))
         fields = body.rest()
         if not is_upload(request):
-            return await call(m.UpdateWeightsArgs(_named_source(body), **fields))
+            return envelope(await client.call(m.UpdateWeightsArgs(_named_source(body), **fields)))
         _refuse_second_source(body)
         begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
         part = {name: fields[name] for name in PART_FIELDS}
@@ -76,31 +73,29 @@ def weights_router(context: ServingContext) -> APIRouter:
             )
         return envelope(report)
 
-    @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
-    async def weight_info(request: Request) -> Response:
-        body = await read(request, WeightInfoBody)
-        return await call(m.WeightInfoArgs(checksums=body.checksums))
+    @routes.get("/v1/weights", WeightInfoBody)
+    async def weight_info(body: WeightInfoBody) -> dict[str, Any]:
+        return await client.call(m.WeightInfoArgs(body.checksums))
 
-    @router.post("/v1/weights/begin", openapi_extra=takes(BeginBody, query=True))
-    async def begin(request: Request) -> Response:
-        body = await read(request, BeginBody)
-        return await call(m.BeginUpdateArgs(**body.options()))
+    @routes.post("/v1/weights/begin", BeginBody)
+    async def begin(body: BeginBody) -> dict[str, Any]:
+        return await client.call(m.BeginUpdateArgs(**body.options()))
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, ChunkBody)
         if not is_upload(request):
-            return await call(m.UpdateChunkArgs(source=_named_source(body), **body.rest()))
+            return envelope(await client.call(m.UpdateChunkArgs(source=_named_source(body), **body.rest())))
         _refuse_second_source(body)
         part = {name: body.rest()[name] for name in PART_FIELDS}
         async with admitted_upload(context, m.CheckUpdateArgs(body.session_id, form=body.form)) as admitted:
             return envelope(await upload_part(request, context, body.session_id, part, admitted["streams"]))
 
-    add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
-    add_call(router, client, "/v1/weights/abort", AbortUpdateBody, m.AbortUpdateArgs)
-    add_call(router, client, "/v1/sleep", SleepBody, m.SleepArgs)
-    add_call(router, client, "/v1/wakeup", WakeBody, m.WakeArgs)
-    add_call(router, client, "/v1/reset", ResetBody, m.ResetArgs)
+    routes.call("/v1/weights/commit", CommitBody, client, m.CommitUpdateArgs)
+    routes.call("/v1/weights/abort", AbortUpdateBody, client, m.AbortUpdateArgs)
+    routes.call("/v1/sleep", SleepBody, client, m.SleepArgs)
+    routes.call("/v1/wakeup", WakeBody, client, m.WakeArgs)
+    routes.call("/v1/reset", ResetBody, client, m.ResetArgs)
 
     @router.get("/v1/weights/export")
     async def export_weights(request: Request) -> Response:

@@ -159,7 +159,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
                 self._filled.set_result(None)
 
     def eof_received(self) -> bool:
-        return bool(self._http.eof_received())
+        return bool(self._http.eof_received())  # type: ignore[func-returns-value]  # HttpProtocol returns a bool
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.give_up()

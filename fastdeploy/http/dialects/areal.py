@@ -9,10 +9,11 @@ from pydantic import Field
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
+from fastdeploy.http.calls import Routes
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.adapters import load_folder
 from fastdeploy.http.control.protocol import LoraName, Version
-from fastdeploy.http.dialects.common import Routes, add_absent_routes, place_pause, resume, success
+from fastdeploy.http.dialects.common import add_absent_routes, place_pause, resume, sglang_error, success
 from fastdeploy.inter_communicator import messages as m
 
 NO_GROUP = "this device has no process group for weights: use /areal_update_weights with a model_path"
@@ -43,32 +44,31 @@ class UpdateAdapterBody(LaxBody):
 
 def areal_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, routes = context.client, Routes(router, sglang_errors=True)
+    client, routes = context.client, Routes(router)
 
-    @routes.post("/areal_pause_generation", LaxBody)
+    @routes.post("/areal_pause_generation", LaxBody, errors=sglang_error())
     async def pause_generation(_: LaxBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. AReaL's client resubmits the requests that were aborted."""
         mode, ttl_s = context.config.areal_pause_mode, context.config.dialect_hold_ttl_s
         report = await place_pause(client, mode, None, "areal", ttl_s)
         return success("Generation paused", report=report)
 
-    @routes.post("/areal_continue_generation", LaxBody)
+    @routes.post("/areal_continue_generation", LaxBody, errors=sglang_error())
     async def continue_generation(_: LaxBody) -> dict[str, Any]:
         return success("Generation continued", report=await resume(client))
 
-    @routes.post("/areal_update_weights", UpdateBody)
+    @routes.post("/areal_update_weights", UpdateBody, errors=sglang_error())
     async def update_weights(body: UpdateBody) -> dict[str, Any]:
         """Read the folder before the reply, since AReaL then deletes the folder. The KV of requests in flight is
         computed again under the new weights, as in AReaL. A paused engine stays paused."""
         args = m.UpdateWeightsArgs(FolderSource(body.model_path), version=body.version, kv="recompute")
         return success("TP rank: 0 success\n", report=await client.call(args))
 
-    @routes.post("/areal_update_weights_lora", UpdateAdapterBody)
+    @routes.post("/areal_update_weights_lora", UpdateAdapterBody, errors=sglang_error())
     async def update_adapter(body: UpdateAdapterBody) -> dict[str, Any]:
         """Load an adapter, or replace the adapter of this name, as /areal_update_weights does for the base model."""
-        source, path = FolderSource(body.lora_model_path), body.lora_model_path
-        args = m.LoadAdapterArgs(body.lora_name, source, path=path, kv="recompute")
-        return success("TP rank: 0 success\n", report=await load_adapter(context, args))
+        report = await load_folder(context, body.lora_name, body.lora_model_path, kv="recompute")
+        return success("TP rank: 0 success\n", report=report)
 
     add_absent_routes(router, ABSENT)
     return router
