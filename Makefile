@@ -57,7 +57,7 @@ test-quick: $(VENV)/.test
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
-	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/examples/embedded_model tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
 		tests/engine/updates/test_update_exactness.py tests/engine/adapters/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops

@@ -31,7 +31,8 @@ from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.verdicts import Check
 from benchmarks.lib.workload import completion
 from benchmarks.pause import allow_files
-from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
+from examples.embedded_model import arithmetic, tokenizer
+from fastdeploy.embedded import MODEL_DIR
 
 SOLVED = 64
 RUNNING = 8

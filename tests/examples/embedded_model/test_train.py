@@ -7,9 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from fastdeploy.embedded import arithmetic, tokenizer
-from fastdeploy.embedded.model import ModelConfig
-from fastdeploy.embedded.train import (
+from examples.embedded_model import arithmetic, tokenizer
+from examples.embedded_model.model import ModelConfig
+from examples.embedded_model.train import (
     PEAK_LR,
     PROMPT_WEIGHT,
     ROW_LENGTHS,

@@ -1,4 +1,4 @@
-"""Train the embedded model from random weights and write its checkpoint: ``python -m fastdeploy.embedded.train``.
+"""Train the embedded model from random weights and write its checkpoint: ``python -m examples.embedded_model.train``.
 
 One process, a fixed seed and a fixed number of steps; arithmetic.py generates the text. Training takes about six
 minutes on one core. The same kind of CPU and the same number of threads give the same checkpoint bit for bit.
@@ -17,9 +17,10 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
-from fastdeploy.embedded.checkpoint import save
-from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
+from examples.embedded_model import arithmetic, tokenizer
+from examples.embedded_model.checkpoint import save
+from examples.embedded_model.model import ModelConfig, Qwen3, initial_weights
+from fastdeploy.embedded import MODEL_DIR
 
 SEED = 20
 MODEL_CONFIG = ModelConfig()

@@ -1,4 +1,4 @@
-"""Measure how many held-out problems the embedded model solves: ``python -m fastdeploy.embedded.evaluate``."""
+"""Measure how many held-out problems the embedded model solves: ``python -m examples.embedded_model.evaluate``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
-from fastdeploy.embedded.checkpoint import load
-from fastdeploy.embedded.model import Cache, Qwen3
+from examples.embedded_model import arithmetic, tokenizer
+from examples.embedded_model.checkpoint import load
+from examples.embedded_model.model import Cache, Qwen3
+from fastdeploy.embedded import MODEL_DIR
 
 
 @paddle.no_grad()

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from fastdeploy.embedded import tokenizer
-from fastdeploy.embedded.model import ModelConfig, Qwen3
+from examples.embedded_model import tokenizer
+from examples.embedded_model.model import ModelConfig, Qwen3
 
 
 def save(model: Qwen3, folder: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy.embedded import arithmetic
-from fastdeploy.embedded.arithmetic import Problem, is_correct, make_problem, problems, split_of
+from examples.embedded_model import arithmetic
+from examples.embedded_model.arithmetic import Problem, is_correct, make_problem, problems, split_of
 
 STEP = re.compile(r"([0-9+*-]+)=([0-9]+)")
 
@@ -104,6 +104,6 @@ def test_the_verifier_accepts_exactly_one_number(stated: int):
 
 
 def test_the_task_is_importable_without_paddle_or_torch():
-    code = "import sys, fastdeploy.embedded.arithmetic; print({'paddle', 'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, examples.embedded_model.arithmetic; print({'paddle', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

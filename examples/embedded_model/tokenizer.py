@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fastdeploy.embedded.arithmetic import Problem
+from examples.embedded_model.arithmetic import Problem
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 SPECIAL_TOKENS += [f"<|reserved_{i}|>" for i in range(16 - len(SPECIAL_TOKENS))]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fastdeploy.embedded import MODEL_DIR, tokenizer
+from examples.embedded_model import tokenizer
+from fastdeploy.embedded import MODEL_DIR
 from support.torch_generation import tokenize
 from support.torch_process import TorchProcess
 

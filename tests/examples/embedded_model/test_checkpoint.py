@@ -11,10 +11,11 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
-from fastdeploy.embedded.checkpoint import load, save
-from fastdeploy.embedded.evaluate import generate
-from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
+from examples.embedded_model import arithmetic, tokenizer
+from examples.embedded_model.checkpoint import load, save
+from examples.embedded_model.evaluate import generate
+from examples.embedded_model.model import ModelConfig, Qwen3, initial_weights
+from fastdeploy.embedded import MODEL_DIR
 from support.torch_generation import logits, solve
 from support.torch_process import TorchProcess
 
