@@ -8,6 +8,7 @@ import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, hold_ids, paused
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.handlers import handlers_of
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness, one_running
@@ -159,8 +160,10 @@ def test_metrics_count_sessions_commits_and_sleep():
     assert h.metric('asleep{tag="weight"}') == 1 and h.metric('asleep{tag="kv_cache"}') == 0
 
 
-def test_a_call_without_a_handler_is_refused_and_the_engine_goes_on():
+def test_an_engine_in_which_a_call_has_no_handler_or_two_does_not_start():
     h = Harness()
-    del h.engine._on_call[m.ModelInfoArgs]
-    assert h.failure(m.ModelInfoArgs()).code == "invalid_field"
-    assert_serves(h, 0)
+    assert h.engine._on_call.keys() == set(m.Args.__subclasses__())
+    with pytest.raises(AssertionError, match="'PauseArgs'"):
+        handlers_of(h.engine)
+    with pytest.raises(AssertionError, match="'SleepArgs'"):
+        handlers_of(h.engine, h.engine.sleeper, h.engine.sleeper)
