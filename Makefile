@@ -57,8 +57,8 @@ test-quick: $(VENV)/.test
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
-	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
-		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/examples/embedded_model tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
+		tests/engine/updates/test_update_exactness.py tests/engine/adapters/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)
@@ -104,7 +104,7 @@ fleet-chaos: $(VENV)/.runtime
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops -name "*.cc" -o -name "*.h")
 	$(BIN)/mypy
 
 # Does nothing if the sources have not changed. Without a compiler, prints that and goes on.

@@ -31,7 +31,8 @@ from benchmarks.lib.report import Printer
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.workload import completion
-from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
+from examples.embedded_model import arithmetic, tokenizer
+from fastdeploy.embedded import MODEL_DIR
 
 SOLVED = 64
 RUNNING = 8

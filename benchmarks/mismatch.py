@@ -37,8 +37,9 @@ from benchmarks.lib.engines import Engine, vllm
 from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.trainers import TRAINERS, Sample, write_moved_weights
-from fastdeploy.embedded import MODEL_DIR, tokenizer
-from fastdeploy.embedded.arithmetic import problems
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import problems
+from fastdeploy.embedded import MODEL_DIR
 
 DTYPES = ("float32", "bfloat16")
 NAME = "moved"  # of the model, at the server

@@ -16,7 +16,7 @@ LONGEST = (
     "tests/benchmarks/test_compare.py",
     "tests/entrypoints/test_supervisor.py",
     "tests/worker/test_sleep.py",
-    "tests/engine/test_update_exactness.py",
+    "tests/engine/updates/test_update_exactness.py",
     "tests/fuzz/",
     "tests/rl/",
     "tests/benchmarks/",

@@ -14,7 +14,7 @@ from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapters.loads import Adapter
-from fastdeploy.engine.updates.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
+from fastdeploy.engine.field_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 
