@@ -23,11 +23,6 @@ def ipc_root() -> str:
     return os.environ.get("FASTDEPLOY_IPC_ROOT", tempfile.gettempdir())
 
 
-def place() -> str:
-    """FASTDEPLOY_PLACE: device that the model runs on, "cpu" or "gpu"."""
-    return os.environ.get("FASTDEPLOY_PLACE", "cpu")
-
-
 def check_integrity() -> bool:
     """FASTDEPLOY_CHECK_INTEGRITY: "1" makes the engine check all of its state whenever it becomes idle."""
     return os.environ.get("FASTDEPLOY_CHECK_INTEGRITY", "") == "1"

@@ -20,7 +20,7 @@ from fastdeploy import __version__
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
+from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, RequestError
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.host import host_id
 from fastdeploy.core.plan import StepPlan
@@ -31,12 +31,13 @@ from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.field_checks import check_label
 from fastdeploy.engine.finite_watch import FiniteWatch
+from fastdeploy.engine.handlers import handlers_of, handles
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.leadership import Leadership
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.requests.admission import AdmissionControl
-from fastdeploy.engine.requests.delivery import Answer, ClientProcess
+from fastdeploy.engine.requests.delivery import ClientProcess
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.requests.retained_log import RetainedLog
 from fastdeploy.engine.requests.retention import Retention
@@ -129,41 +130,8 @@ class CommonEngine:
             m.Malformed: self._malformed,
             m.FenceAck: lambda client, ack: self.lifecycle.delivery.acknowledge(client, ack.fence_id),
         }
-        self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
-            m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
-            m.UpdateWeightsArgs: self.weights.update,
-            m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
-            m.CommitUpdateArgs: self.weights.commit,
-            m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
-            m.WeightInfoArgs: self.weights.info,
-            m.LoadAdapterArgs: self.adapters.load,
-            m.LookUpAdapterArgs: self.adapters.lookups.look,
-            m.EndLoadArgs: lambda args, answer: self.adapters.end_load(args),
-            m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
-            m.AdaptersArgs: lambda args, answer: self.adapters.describe(),
-            m.ExportAdapterArgs: lambda args, answer: self.adapters.export(args),
-            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version, args.weight_epoch, args.eos_token_ids),
-            m.ResetArgs: lambda args, answer: self._reset(args),
-            m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
-            m.SleepArgs: self.sleeper.sleep,
-            m.WakeArgs: self.sleeper.wake,
-            m.ExportWeightsArgs: self.weights.export,
-            m.RetainedArgs: lambda args, answer: {"known": self.lifecycle.knows(args.request_id)},
-            m.ModelInfoArgs: lambda args, answer: self._model_info(),
-            m.EventsArgs: lambda args, answer: self.viewers.read(args),
-            m.FleetStateArgs: lambda args, answer: self._fleet_report.read(),
-            m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
-        }
-        # Calls that the engine must tie to the client that makes them.
-        self._on_call_of: dict[type, Callable[[Any, str, Answer], dict[str, Any] | None]] = {
-            m.BeginUpdateArgs: lambda args, client, answer: self.weights.begin(args, client),
-            m.UpdateChunkArgs: self.weights.add_part,
-            m.AbortArgs: lambda args, client, answer: self._abort(args, client),
-            m.LeadArgs: lambda args, client, answer: self._lead(args, client),
-        }
+        requests_and_weights = (self.lifecycle, self.scopes, self.weights, switch, self.adapters, self.adapters.lookups)
+        self._on_call = handlers_of(self, *requests_and_weights, self.sleeper, self.viewers, self._fleet_report)
         if config.lost_commit:
             self.weights.hold_for_republish()
 
@@ -279,7 +247,6 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self._runner.check_alive()
             self.lifecycle.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
@@ -325,13 +292,7 @@ class CommonEngine:
         try:
             self.leadership.check(call.args, client)
             self.leadership.note_change(call.change, client)
-            kind = type(call.args)
-            if kind in self._on_call:
-                result = self._on_call[kind](call.args, answer)
-            elif kind in self._on_call_of:
-                result = self._on_call_of[kind](call.args, client, answer)
-            else:
-                raise InvalidField("args", f"unknown call {kind.__name__}")
+            result = self._on_call[type(call.args)](call.args, client, answer)
         except Exception as error:
             answer({}, error)
             if not isinstance(error, FastDeployError):
@@ -340,22 +301,34 @@ class CommonEngine:
             if result is not None:  # None: the handler answers later
                 answer(result)
 
+    @handles(m.LeadArgs)
     def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
         self.leadership.lead(args, client)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)
-        return self._fleet_report.read()
+        return self._fleet_report.read(m.FleetStateArgs())
 
+    @handles(m.AbortArgs)
     def _abort(self, args: m.AbortArgs, client: str) -> dict[str, Any]:
         return self.scopes.abort(args, None if self.leadership.leads(client) else client)
 
-    def _model_info(self) -> dict[str, Any]:
+    @handles(m.MetricsArgs)
+    def _metrics_text(self, args: m.MetricsArgs) -> dict[str, Any]:
+        return {"text": self.metrics.render()}
+
+    @handles(m.ResetCacheArgs)
+    def _reset_cache(self, args: m.ResetCacheArgs) -> dict[str, Any]:
+        return self.lifecycle.reset_cache(args, self.scopes.whole)
+
+    @handles(m.ModelInfoArgs)
+    def _model_info(self, args: m.ModelInfoArgs) -> dict[str, Any]:
         config = self.config
         limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
         limits |= {"max_lora_rank": config.max_lora_rank, "has_adapter_root": bool(config.adapter_root)}
         model = self.info._replace(eos_token_ids=self.scheduler.eos_token_ids)._asdict()
         return {**model, **limits, **self.scopes.whole.weights_label()}
 
+    @handles(m.ResetArgs)
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
         """Reset the engine for a trainer that starts over. See messages.ResetArgs."""
         check_label("version", args.version)

@@ -123,7 +123,6 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
-    add("--runner-process", action="store_true", help="run the model in a separate process")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
     text = "write a trace for Perfetto; a file that exists is kept, and NAME.2.json and so on are written (none)"
     add("--trace", default=engine.trace, metavar="FILE", help=text)

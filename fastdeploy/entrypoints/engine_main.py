@@ -76,10 +76,8 @@ class Lifeline:
         os._exit(1)
 
 
-def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
+def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
     """Load the model. Raises FastDeployError or OSError if the model cannot be served."""
-    if config.runner_process:
-        return load_runner(config, socket_dir)
     # The import of Paddle sets signal handlers that print a trace and kill the process.
     with stop_signals_deferred():
         from fastdeploy.model_executor import paddle
@@ -155,7 +153,7 @@ def main() -> int:
     try:
         fleet_key = take_fleet_key(os.environ)
         require_fleet_key(config.fleet_endpoint, fleet_key)
-        runner = load(config, lifeline, args.socket_dir)
+        runner = load(config, lifeline)
         transport = listen(config, args.socket_dir, fleet_key)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))

@@ -13,13 +13,14 @@ from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, Not
 from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
+from fastdeploy.fleet.plans import plan_for
 from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.control_call import Access
 
 
 class FleetControl:
@@ -151,10 +152,10 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if self.deposed is not None and not isinstance(args, READS):
+        if self.deposed is not None and args.access is not Access.READ:
             raise NotLeader(self.deposed.message)
         replicas, in_quorum = self._quorum(), True
-        if not replicas and isinstance(args, READS):
+        if not replicas and args.access is Access.READ:
             replicas, in_quorum = self._connected(), False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")
@@ -163,10 +164,9 @@ class FleetControl:
         plan.sources = sources
         participants = [members[name] for name in plan.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
-        shows_replicas = not isinstance(args, UNCHANGED)
         ending = self._end_requests(args)
         run = RunningCall(
-            plan, participants, self._config, shows_replicas, ending, self.fence, self._ended, self._depose
+            plan, participants, self._config, args.shows_replicas, ending, self.fence, self._ended, self._depose
         )
         self._runs[run] = None
         run.start()

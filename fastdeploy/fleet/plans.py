@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from fastdeploy.core.errors import NotLeader, WrongOrder
 from fastdeploy.fleet.adapter_plans import DiscardPlan, LoadPlan, SleepPlan, UnloadPlan, WakePlan
@@ -32,13 +32,10 @@ from fastdeploy.fleet.weight_plans import (
     WeightInfoPlan,
 )
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.control_call import Access
 
 
-class ReadPlan(Plan[m.Args]):
-    """A call that changes nothing."""
-
-
-class EveryPlan(Plan[m.Args]):
+class AgreePlan(Plan[m.Args]):
     """A call that every member can only do, such as clearing the cache."""
 
     rule = Rule.AGREE
@@ -118,7 +115,8 @@ def _sleep(args: m.SleepArgs, context: Context) -> Plan[Any]:
     return (DiscardPlan if args.discard else SleepPlan)(args, context)
 
 
-PLANS: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
+# Calls that a fleet makes in a way of their own. For all others, what they declare decides.
+OWN: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
     m.PauseArgs: PausePlan,
     m.ResumeArgs: ResumePlan,
     m.RenewArgs: RenewPlan,
@@ -133,38 +131,23 @@ PLANS: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
     m.LookUpAdapterArgs: LookUpPlan,
     m.EndLoadArgs: _refuse_phase,
     m.UnloadAdapterArgs: UnloadPlan,
-    m.AdaptersArgs: ReadPlan,
-    m.ExportAdapterArgs: OneMemberPlan,
     m.SetVersionArgs: SetVersionPlan,
     m.ResetArgs: ResetPlan,
-    m.ResetCacheArgs: EveryPlan,
     m.SleepArgs: _sleep,
     m.WakeArgs: WakePlan,
     m.AbortArgs: AbortPlan,
     m.WeightInfoArgs: WeightInfoPlan,
-    m.ModelInfoArgs: ReadPlan,
     m.MetricsArgs: MetricsPlan,
-    m.EventsArgs: OneMemberPlan,
     m.LeadArgs: _refuse_lead,
     m.FleetStateArgs: FleetStatePlan,
     m.ExportWeightsArgs: ExportPlan,
-    m.RetainedArgs: ReadPlan,
 }
-CALLS = get_args(m.Args)
-READS = (  # calls that a gateway makes too while another one leads
-    m.PauseStatusArgs,
-    m.AdaptersArgs,
-    m.WeightInfoArgs,
-    m.ModelInfoArgs,
-    m.MetricsArgs,
-    m.EventsArgs,
-    m.FleetStateArgs,
-    m.RetainedArgs,
-)
-UNCHANGED = (m.MetricsArgs, m.ModelInfoArgs, m.EventsArgs)  # replies without "replicas"
-assert set(PLANS) == set(CALLS), "every call needs a plan"
 
 
 def plan_for(args: m.Args, context: Context) -> Plan[Any]:
     """Return the plan of a call. Raises the error of a call that a fleet does not take."""
-    return PLANS[type(args)](args, context)
+    if (own := OWN.get(type(args))) is not None:
+        return own(args, context)
+    if args.one_member:
+        return OneMemberPlan(args, context)
+    return (Plan if args.access is Access.READ else AgreePlan)(args, context)

@@ -20,7 +20,6 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet import running_call
-from fastdeploy.fleet.plans import CALLS, PLANS
 from fastdeploy.fleet.transaction import Step, Vote
 from fastdeploy.inter_communicator import messages as m
 from fleet.control_stack import control_stack, holds, served, spoil, statuses, update
@@ -32,10 +31,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def test_every_call_has_a_plan():
-    assert set(PLANS) == set(CALLS)
 
 
 async def test_a_pause_holds_all_members_under_one_name_and_a_resume_releases_all():

@@ -165,7 +165,7 @@ async def test_an_adapter_that_the_members_have_read_differently_is_loaded_nowhe
 
 async def test_an_update_whose_eos_ids_the_members_have_read_differently_is_made_nowhere():
     async with control_stack() as stack:
-        table = stack.engines[1].engine._on_call_of
+        table = stack.engines[1].engine._on_call
         before = table[m.UpdateChunkArgs]
         other = FolderSource("/w1-eos7")
         table[m.UpdateChunkArgs] = lambda args, *rest: before(msgspec.structs.replace(args, source=other), *rest)

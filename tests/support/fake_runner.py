@@ -432,6 +432,4 @@ class FakeRunner:
             self.has_weights = self._spilled
         self.asleep -= set(tags)
 
-    def check_alive(self) -> None: ...
-
     def close(self) -> None: ...

@@ -9,6 +9,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.engine.adapters.checks import AdapterChecks, not_found
 from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator import messages as m
@@ -41,6 +42,7 @@ class AdapterLookups:
         self.thread.check_room()
         return path
 
+    @handles(m.LookUpAdapterArgs)
     def look(self, args: m.LookUpAdapterArgs, answer: Answer) -> None:
         """Tell whether the root has a folder for a name. Raises the errors of :meth:`begin`."""
         name, path = args.lora_name, self._checks.path_in_root(args.lora_name)

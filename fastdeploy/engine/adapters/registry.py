@@ -28,6 +28,7 @@ from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
 from fastdeploy.engine.adapters.lookups import AdapterLookups, explained
 from fastdeploy.engine.adapters.reads import AdapterReads, Packed
 from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
@@ -114,6 +115,7 @@ class AdapterRegistry:
 
     # ------------------------------------------------------------------ calls
 
+    @handles(m.LoadAdapterArgs)
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
         args = self._checks.with_source(args)
@@ -134,6 +136,7 @@ class AdapterRegistry:
             self.lookups.for_requests = False
             self.drop_loads("dropped: a gateway leads the engine now")
 
+    @handles(m.EndLoadArgs)
     def end_load(self, args: m.EndLoadArgs) -> dict[str, Any]:
         """Commit or drop a prepared load. A commit raises WrongOrder if there is none: a reset drops it, for example.
         After a VersionConflict or an InvalidField the load is still prepared."""
@@ -160,6 +163,7 @@ class AdapterRegistry:
         """Give no number up to ``adapter_epoch`` to a name that is not known."""
         self.past_epoch = max(self.past_epoch, adapter_epoch)
 
+    @handles(m.UnloadAdapterArgs)
     def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
         """Remove a name at once. Its requests finish on the weights that they have. Raises ModelNotFound."""
         adapter = self._find(args.lora_name, "lora_name")
@@ -185,11 +189,17 @@ class AdapterRegistry:
             self.unload(m.UnloadAdapterArgs(name))
         return names
 
+    @handles(m.ExportAdapterArgs)
     def export(self, args: m.ExportAdapterArgs) -> dict[str, Any]:
         """Return where the engine's own copy of an adapter is. Raises ModelNotFound."""
         adapter = self._find(args.lora_name, "lora_name")
         path = self.store.path(adapter.model.served.adapter)
         return {**adapter.model.scope.weights_label(), "fingerprint": adapter.fingerprint, "path": path}
+
+    @handles(m.AdaptersArgs)
+    def describe_all(self, args: m.AdaptersArgs) -> dict[str, Any]:
+        """Return a description of every known adapter."""
+        return self.describe()
 
     def describe(self, limit: int | None = None) -> dict[str, Any]:
         """Return a description of every known adapter, or of the first ``limit`` ones."""

@@ -13,11 +13,12 @@ from fastdeploy.core.events import EventLog
 from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.adapters.checks import not_found
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Mode
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
-from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, RenewArgs, ResumeArgs
+from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, PauseStatusArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.queue import Gate
 
 MAX_HOLDS = 1024  # of callers, on the whole engine, and as many on all adapters together
@@ -90,6 +91,7 @@ class Scopes:
 
     # ------------------------------------------------------------------ calls
 
+    @handles(PauseArgs)
     def pause(self, args: PauseArgs, answer: Answer) -> None:
         """Pause one scope. See ``PauseState.pause``. Raises also InvalidField if too many holds stand, and PauseBlocked
         for a wait that cannot end."""
@@ -115,20 +117,23 @@ class Scopes:
             why = f"holds of the whole engine freeze its requests ({', '.join(map(repr, held_by))})"
             raise PauseBlocked(f"mode: a wait of {pause.scope.id!r} cannot end: {why}", param="mode", held_by=held_by)
 
+    @handles(ResumeArgs)
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
         """Release holds of one scope. See ``PauseState.resume``."""
         self._due = -math.inf
         return self.pause_of(args.scope).resume(args)
 
+    @handles(RenewArgs)
     def renew(self, args: RenewArgs) -> dict[str, Any]:
         """Set the ttl of a hold anew. See ``PauseState.renew``."""
         self._due = -math.inf
         return self.pause_of(args.scope).renew(args)
 
-    def status(self, scope_id: str) -> dict[str, Any]:
+    @handles(PauseStatusArgs)
+    def status(self, args: PauseStatusArgs) -> dict[str, Any]:
         """Return the pause status of one scope. That of the whole engine has "scopes": the status of each adapter with
         a hold."""
-        pause = self.pause_of(scope_id)
+        pause = self.pause_of(args.scope)
         if pause is not self.whole_pause:
             return pause.status()
         counts = self._lifecycle.count_by_scope() if self._held else {}

@@ -16,6 +16,7 @@ from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.deadlines import WHY, Deadlines
 from fastdeploy.engine.requests.delivery import Delivery, DeliveryFence
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
@@ -197,6 +198,11 @@ class RequestLifecycle:
             request.silent = True
             if request.live:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
+
+    @handles(m.RetainedArgs)
+    def tell_known(self, args: m.RetainedArgs) -> dict[str, Any]:
+        """Tell whether a request runs here or has a retained result."""
+        return {"known": self.knows(args.request_id)}
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:
         """Drop the prefix cache. Works in every state of a pause. Requests keep their tokens, and also their KV unless

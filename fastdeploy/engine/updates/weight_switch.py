@@ -9,8 +9,10 @@ from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.field_checks import check_epoch, check_label
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
+from fastdeploy.inter_communicator.messages import SetVersionArgs
 
 
 class WeightSwitch:
@@ -70,6 +72,11 @@ class WeightSwitch:
             "requests_in_flight": len(in_flight),
             "tokens_to_recompute": to_recompute,
         }
+
+    @handles(SetVersionArgs)
+    def set_version(self, args: SetVersionArgs) -> dict[str, Any]:
+        """See ``relabel``."""
+        return self.relabel(args.version, args.weight_epoch, args.eos_token_ids)
 
     def relabel(
         self, version: str | None, weight_epoch: int | None = None, eos_token_ids: tuple[int, ...] | None = None

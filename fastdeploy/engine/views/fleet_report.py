@@ -8,9 +8,11 @@ from typing import Any
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.leadership import Leadership
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.inter_communicator.messages import FleetStateArgs
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
@@ -30,7 +32,8 @@ class FleetReport:
         self._leadership, self._scheduler, self._scopes = leadership, scheduler, scopes
         self._weights, self._adapters, self._runner, self._committed = weights, adapters, runner, committed
 
-    def read(self) -> dict[str, Any]:
+    @handles(FleetStateArgs)
+    def read(self, args: FleetStateArgs) -> dict[str, Any]:
         """Return the reply, see messages.FleetStateArgs."""
         scheduler, pause = self._scheduler, self._scopes.whole_pause
         return {

@@ -16,11 +16,11 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.events import Event, EventLog
 from fastdeploy.core.request import Request, RequestState
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.scopes import Scopes
 from fastdeploy.engine.updates.weights import WeightSessions
-from fastdeploy.inter_communicator.messages import EventsArgs
+from fastdeploy.inter_communicator.messages import EventsArgs, PauseStatusArgs
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import Scheduler
@@ -81,7 +81,7 @@ class StateReader:
         in_batch, frozen = len(scheduler.running), len(scheduler.frozen)
         if scheduler.gate is Gate.CLOSED:
             in_batch, frozen = 0, frozen + in_batch
-        status = self._scopes.status(WHOLE_ENGINE)
+        status = self._scopes.status(PauseStatusArgs())
         status["scopes"] = status["scopes"][:MAX_ADAPTERS]
         return status | {
             "counts": {"running": in_batch, "frozen": frozen, "waiting": len(scheduler.waiting)},
@@ -141,6 +141,7 @@ class Viewers:
         self._ring = EventRing()
         self._due: float | None = None  # time of the detach; None = not attached
 
+    @handles(EventsArgs)
     def read(self, args: EventsArgs) -> dict[str, Any]:
         """Answer one call, see messages.EventsArgs. The first call attaches the ring."""
         if self._due is None:
