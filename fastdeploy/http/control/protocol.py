@@ -20,8 +20,6 @@ from fastdeploy.core.weight_source import (
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
-# Refused by calls that have no such field: they would act on the whole engine, and not on the adapter.
-CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 PauseMode = Literal["abort", "wait", "keep"]
 LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]
