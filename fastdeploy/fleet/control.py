@@ -14,11 +14,11 @@ from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.fleet.call import Context
 from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.endings import Ending
 from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.control_call import Access
 

@@ -23,13 +23,12 @@ from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
@@ -61,15 +60,13 @@ class Joiner:
         state: FleetState,
         leadership: Leadership,
         replicas: Callable[[], Sequence[Replica]],
-        transfer: WeightTransfer,
-        adapters: AdapterTransfer,
+        transfer: Transfer,
     ):
         self._config = config
         self._state = state
         self._leadership = leadership
         self._replicas = replicas
         self._transfer = transfer
-        self._adapters = adapters
         self._lost_since: float | None = None  # no replica can join since then: nobody has what it lacks
         self.profile: dict[str, Any] | None = None
 
@@ -190,7 +187,7 @@ class Joiner:
             raise RestartNeeded(f"replica {replica.name}: it has other weights of epoch {report['weight_epoch']}")
         peers = [other for other in self._replicas() if other is not replica and self.has_weights(other)]
         try:
-            await self._transfer.give(replica, state, peers)
+            await self._transfer.give_weights(replica, state, peers)
         except WrongOrder as error:  # nobody can give the weights
             if not peers and self._is_lost() and report["fingerprint"] is not None:
                 self._restart_fleet(report)
@@ -228,7 +225,7 @@ class Joiner:
     async def _give_adapter(self, replica: Replica, adapter: FleetAdapter) -> None:
         others = [other for other in self._replicas() if other is not replica and other.client.connected.is_set()]
         try:
-            await self._adapters.give(replica, adapter, others)
+            await self._transfer.give_adapter(replica, adapter, others)
         except WrongOrder as error:
             if self._is_lost():
                 self._forget_adapter(adapter)

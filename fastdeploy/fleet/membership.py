@@ -15,7 +15,6 @@ from fastdeploy.core.errors import (
     ReplicaMisfit,
     ReplicaNotFound,
 )
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
@@ -24,7 +23,7 @@ from fastdeploy.fleet.rebuild import Report, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
@@ -58,8 +57,8 @@ class Membership:
             lambda: self.state.past_adapter_epoch,
         )
         self.hosts = RemoteHosts(config)
-        transfers = WeightTransfer(self.hosts), AdapterTransfer(self.hosts, config.fence_after_s)
-        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), *transfers)
+        transfer = Transfer(self.hosts, config.fence_after_s)
+        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), transfer)
 
     @property
     def quorum(self) -> list[Replica]:

@@ -12,10 +12,10 @@ from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, EngineError, EngineStalled, FastDeployError, NotLeader
 from fastdeploy.fleet.call import FleetCall
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.endings import Ending
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.reports import refusal, replica_report, with_boot_id
 from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
-from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 
 LATE_TIMER_S = 0.5  # a timer that comes later than this shows that this process was stopped, or its loop was blocked
@@ -245,7 +245,7 @@ class RunningCall:
             self._call.state.changing -= 1
             self._call.state.revision += 1
         if isinstance(outcome, FastDeployError):
-            self._ending.withdraw()
+            self._ending.failed = True
         self._ended(self)
         if self.future.done():
             return
