@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
 from fastdeploy.fleet.state import REPUBLISH, FleetAdapter, FleetHold, FleetState

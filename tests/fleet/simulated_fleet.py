@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fastdeploy.core import errors
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig

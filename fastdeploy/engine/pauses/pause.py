@@ -24,7 +24,7 @@ from fastdeploy.core.errors import (
     ResumeRefused,
 )
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.request import Scope
 from fastdeploy.engine.pauses.holds import (
     GATES,
     SYSTEM,

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.engine.pauses.holds import (
     CLEARS_CACHE,
     GATES,

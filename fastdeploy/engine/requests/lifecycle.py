@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.core.process import check_integrity
+from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.deadlines import WHY, Deadlines
 from fastdeploy.engine.requests.delivery import Delivery, DeliveryFence
@@ -267,7 +266,7 @@ class RequestLifecycle:
         scheduler = self.scheduler
         assert not scheduler.running and not scheduler.frozen and not scheduler.ended and not len(scheduler.waiting)
         assert scheduler.kv.num_free == scheduler.info.num_blocks
-        if envs.check_integrity():
+        if check_integrity():
             self.check_integrity()
 
     def check_integrity(self) -> None:
