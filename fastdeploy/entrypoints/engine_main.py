@@ -96,7 +96,7 @@ def serve(
 ) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
-    from fastdeploy.engine.requests.retained_log import RetainedLog
+    from fastdeploy.engine.requests.retention import RetainedLog
     from fastdeploy.engine.warm_up import warm_up
 
     boot_id = uuid.uuid4().hex

@@ -48,7 +48,7 @@ def test_a_request_follows_its_table(state, event):
 
 @pytest.mark.parametrize(("phase", "event"), list(product(p.PausePhase, p.PauseEvent)))
 def test_a_pause_follows_its_table(phase, event):
-    pause = p.PauseState(Scope(WHOLE_ENGINE), Harness().engine.lifecycle, lambda: 0.0)
+    pause = Harness().engine.pause
     pause.phase = phase
     assert_follows(p.TRANSITIONS, pause, "phase", pause._advance, event)
     assert len(p.TRANSITIONS) == 7
