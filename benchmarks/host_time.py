@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import collect_rarely
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR

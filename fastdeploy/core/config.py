@@ -10,8 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.files import SHARED_MEMORY
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
-from fastdeploy.core.shared_files import SHARED_MEMORY
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")

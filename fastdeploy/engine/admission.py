@@ -12,11 +12,11 @@ from fastdeploy.core.errors import (
     QueueFull,
     RequestsRejected,
 )
-from fastdeploy.core.request import Group, Request
+from fastdeploy.core.request import Group, Request, Scope
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
-from fastdeploy.core.scope import Scope, adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.pauses.holds import Admission
 from fastdeploy.engine.pauses.pause import PauseState

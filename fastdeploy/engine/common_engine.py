@@ -16,14 +16,13 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy import __version__
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, RequestError
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.host import host_id
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.process import VERSION, host_id
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
@@ -262,7 +261,7 @@ class CommonEngine:
     def _hello(self, client: str, hello: m.Hello) -> None:
         here = hello.host in ("", host_id())
         self.delivery.clients[client] = ClientProcess(hello.pid, here)
-        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, __version__)
+        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION)
         self.delivery.send(client, welcome)
         self.delivery.send(client, m.Heartbeat())
 

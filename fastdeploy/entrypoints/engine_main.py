@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir

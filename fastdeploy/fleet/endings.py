@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdeploy.core.outputs import ADAPTER_UNLOADED
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
 
 ENDS = (m.AbortArgs, m.PauseArgs, m.SleepArgs, m.ResetArgs, m.UnloadAdapterArgs)

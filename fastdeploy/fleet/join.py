@@ -21,8 +21,7 @@ import msgspec
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold

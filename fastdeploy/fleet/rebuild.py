@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.state import REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetHold, FleetState, stronger_terms
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs

@@ -16,8 +16,7 @@ from fastdeploy.core.errors import (
     SessionNotFound,
     WeightUpdateRefused,
 )
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.call import Context, FleetCall, bounded
 from fastdeploy.fleet.state import REPUBLISH, WeightSession

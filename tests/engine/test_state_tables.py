@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 
 from fastdeploy.core import request as r
+from fastdeploy.core.request import Scope
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.engine.pauses import pause as p
 from fastdeploy.engine.updates import weight_session as w
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs

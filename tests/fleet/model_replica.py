@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastdeploy.core import errors
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FileSource, FolderSource, WholeSource
 from fastdeploy.fleet.transaction import Command
 from fastdeploy.inter_communicator import messages as m

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fastdeploy.core import errors
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.call import Context, FleetCall
 from fastdeploy.fleet.calls import call_for

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
 from fastdeploy.engine.pauses.holds import Hold
 from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState

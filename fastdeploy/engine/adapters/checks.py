@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import AdapterLoaded, InvalidField, VersionConflict
-from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
+from fastdeploy.core.files import path_problem
+from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapters.loads import Adapter

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
-from fastdeploy.core.scope import ServedModel
 from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.scheduler.scheduler import Scheduler

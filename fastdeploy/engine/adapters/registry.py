@@ -18,8 +18,8 @@ from typing import Any
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError, UpdateInProgress, WrongOrder
 from fastdeploy.core.events import EventKind, EventLog
+from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource, may_hang

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.engine.requests.delivery import Answer, SilentClients
 from fastdeploy.engine.requests.lifecycle import Counts
 from fastdeploy.inter_communicator.messages import Args, PauseArgs

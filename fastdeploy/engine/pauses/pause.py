@@ -17,7 +17,7 @@ from typing import Any
 
 from fastdeploy.core.errors import FastDeployError, HoldNotFound, PauseInterrupted, PauseTimeout, ResumeRefused
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.request import Scope
 from fastdeploy.engine.pauses.holds import (
     GATES,
     SYSTEM,

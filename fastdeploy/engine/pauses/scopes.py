@@ -11,8 +11,8 @@ import msgspec
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseBlocked
 from fastdeploy.core.events import EventLog
-from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
-from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.core.request import Scope, ServedModel
+from fastdeploy.core.served_weights import ADAPTER_PREFIX, WHOLE_ENGINE, ServedWeights, adapter_scope
 from fastdeploy.engine.field_checks import adapter_not_found
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Mode

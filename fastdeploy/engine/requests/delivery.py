@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.request import Request
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.request import Request, Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport

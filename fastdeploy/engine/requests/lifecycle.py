@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.core.process import check_integrity
+from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
@@ -276,7 +275,7 @@ class RequestLifecycle:
         scheduler = self._scheduler
         assert not scheduler.running and not scheduler.frozen and not scheduler.ended and not len(scheduler.waiting)
         assert scheduler.kv.num_free == scheduler.info.num_blocks
-        if envs.check_integrity():
+        if check_integrity():
             self.check_integrity()
 
     def check_integrity(self) -> None:

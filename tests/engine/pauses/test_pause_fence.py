@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.pause_calls import LONG, busy, call_pause
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.engine.pauses import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
