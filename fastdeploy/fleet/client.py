@@ -42,16 +42,7 @@ class FleetClient:
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(
-            config,
-            lambda: self.membership.quorum,
-            self.membership.fence,
-            self.membership.state,
-            self.membership.deposed,
-            lambda: [] if self.membership.leadership.leads else self.membership.connected,
-            self.membership.hosts,
-            self._end_requests,
-        )
+        self._control = FleetControl(config, self.membership, self._end_requests)
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
@@ -89,8 +80,6 @@ class FleetClient:
 
     def _members_changed(self) -> None:
         leads = self.membership.leadership.leads
-        if leads:
-            self._control.deposed = None
         if self.membership.quorum or (self._has_led and not leads):
             self._begun.set()
         self._has_led = self._has_led or leads

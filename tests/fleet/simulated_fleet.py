@@ -307,7 +307,7 @@ class SimulatedFleet:
         nowhere = cast(RemoteHosts, None)  # all replicas are on this host
         transfer = Transfer(nowhere, self.config.fence_after_s)
         leadership = cast(Leadership, SimulatedLeadership(state))
-        joiner = Joiner(self.config, state, leadership, lambda: list(connected.values()), transfer)
+        joiner = Joiner(self.config, state, leadership, connected, transfer)
         try:
             self._loop.run_until_complete(joiner.bring(connected[name]))
         except (JoinBlocked, errors.WrongOrder):  # the second one: the replica refuses for reasons of its own
