@@ -45,7 +45,7 @@ print(type(get_ops("float32")).__name__, sys.modules["fastdeploy"].__file__)
 @pytest.fixture
 def source(tmp_path) -> Path:
     """Copy the source tree as it is checked out, with nothing built."""
-    folders = ("fastdeploy", "custom_ops", "benchmarks", "examples")
+    folders = ("fastdeploy", "custom_ops", "benchmarks", "acceptance", "examples")
     parts = (*folders, "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
     folder = tmp_path / "source"
     folder.mkdir()

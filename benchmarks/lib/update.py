@@ -41,11 +41,11 @@ class Source:
     async def prepare(self) -> None:
         """Bring the server to the weights that the next update starts from. Not measured."""
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         """Begin a session, send the weights, commit. Raises ServerError with the server's answer."""
         self._sent += 1
         checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
-        return await self._session({"version": version, "kv": kv, "in_place": in_place}, checkpoint)
+        return await self._session({"version": version, "kv": kv}, checkpoint)
 
     async def _session(self, options: dict[str, Any], checkpoint: Checkpoint) -> UpdateTimes:
         begin = await self.call("begin", options)
@@ -126,7 +126,7 @@ class Delta(Source):
             serves = (await self._post("/v1/update_weights", body))["result"]["fingerprint"]
         self._sent = self._flips.fingerprints.index(serves)
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         base, self._sent = self._sent % 2, self._sent + 1
         options = {
             "version": version,
@@ -149,7 +149,7 @@ class VllmReload(Source):
 
     name = "folder"
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         self._sent += 1
         checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         began = time.perf_counter()

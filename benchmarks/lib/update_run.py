@@ -32,7 +32,6 @@ class Row:
     source: str
     paused: bool
     kv: str
-    in_place: bool
     quiesce: float = 0.0
     transfer: float = 0.0
     stage: float = 0.0
@@ -54,13 +53,12 @@ async def measure(
     source: Source,
     paused: bool,
     kv: str,
-    in_place: bool,
     number: int,
     model: str,
     args: argparse.Namespace,
 ) -> Row:
     """Make one update. number: unique in a run. Raises ServerError, WireError, OSError or TimeoutError."""
-    row = Row(source.name, paused, kv, in_place)
+    row = Row(source.name, paused, kv)
     await source.prepare()
     streams = await _start(dialect, number, model, args)
     try:
@@ -71,7 +69,7 @@ async def measure(
             await dialect.pause("keep", clear_cache=False, timeout_s=60)
             row.quiesce = time.perf_counter() - began
         version = f"update-{number}"
-        times = await source.update(version, kv, in_place)
+        times = await source.update(version, kv)
         if paused:
             await dialect.resume()
         ended = time.perf_counter()
@@ -163,7 +161,7 @@ def show(printer: Printer, rows: Mapping[str, Sequence[Row]], title: str) -> Non
                 engine,
                 row.source,
                 "paused" if row.paused else "live",
-                row.kv + (", in place" if row.in_place else ""),
+                row.kv,
                 f"{row.nbytes / 1e6:.1f}",
                 *(f"{1000 * value:.1f}" for value in times),
                 f"{row.speed_before:.0f}",

@@ -12,8 +12,7 @@ import msgspec
 
 from fastdeploy.core.config import UPLOAD_PREFIX, upload_folders
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.files import SHARED_MEMORY, path_problem
 
 MAX_VERSION_CHARS = 256
 MAX_TENSORS = 32_768  # of one update

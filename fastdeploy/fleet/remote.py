@@ -17,8 +17,8 @@ import msgspec
 
 from fastdeploy.core.early_reply import EarlyReply
 from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
-from fastdeploy.core.host import host_id
-from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.files import open_regular
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
     FileSource,

@@ -22,7 +22,7 @@ from fastapi import Request
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace
-from fastdeploy.core.shared_files import has_room, new_locked_file, remove_abandoned
+from fastdeploy.core.files import has_room, new_locked_file, remove_abandoned
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.body_receiver import BodyReceiver

@@ -14,8 +14,8 @@ import numpy as np
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.core.files import Folder
 from fastdeploy.core.fingerprint import Fingerprint
-from fastdeploy.core.safe_files import Folder
 from fastdeploy.core.weight_source import PartFormat
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, GENERATION, read_config, read_eos_token_ids

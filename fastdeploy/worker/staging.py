@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import PartReceipt, Staged
-from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import DeltaItem, StageItem

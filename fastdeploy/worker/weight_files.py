@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
-from fastdeploy.core.shared_files import new_locked_file, write_all
+from fastdeploy.core.files import new_locked_file, write_all
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear, unpack
 

@@ -10,7 +10,7 @@ LONGEST = (
     "tests/e2e/",
     "tests/worker/test_model_runner.py",
     "tests/model_executor/ops/test_cpu_ops_attention.py",
-    "tests/benchmarks/lib/test_acceptance.py",
+    "tests/acceptance/test_scenarios.py",
     "tests/http/guards/test_connection_limits.py",
     "tests/http/dialects/",
     "tests/benchmarks/test_compare.py",
@@ -20,6 +20,7 @@ LONGEST = (
     "tests/fuzz/",
     "tests/rl/",
     "tests/benchmarks/",
+    "tests/acceptance/",
     "tests/test_docs_commands.py",
 )
 

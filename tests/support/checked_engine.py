@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pauses.holds import Hold
 from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState
@@ -164,9 +164,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.had_weights = self.h.runner.has_weights
         self.known = self.book.known
         holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
-        clients = set(self.engine.lifecycle.delivery.clients)
+        clients = set(self.engine.delivery.clients)
         self.h.run_rounds()
-        self.has_same_clients = clients == set(self.engine.lifecycle.delivery.clients)
+        self.has_same_clients = clients == set(self.engine.delivery.clients)
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             assert self.h.served.weight_epoch == (session.weight_epoch or weight_epoch + 1)
@@ -188,9 +188,7 @@ class CheckedEngine(RuleBasedStateMachine):
         idle = idle and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
         if session is not None and session.state.value == "open" and self.has_same_clients:
-            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients, (
-                "it outlives its API server"
-            )
+            assert session.owner is None or session.owner in self.engine.delivery.clients, "it outlives its API server"
 
     def rounds(self, times: int) -> None:
         for _ in range(times):

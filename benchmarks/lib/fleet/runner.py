@@ -171,7 +171,7 @@ class SleepingRunner:
         token = next_token(known, self.weights, self.info.vocab_size, adapter)
         return Sampled(token, Logprob(-1.0) if new.sampling.logprobs is not None else None)
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> SleepingStaging:
+    def begin_update(self, partial: bool, delta: bool = False) -> SleepingStaging:
         return SleepingStaging(self, partial or delta)
 
     def commit(self, weights: int) -> None:

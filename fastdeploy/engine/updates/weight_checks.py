@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastdeploy.core.errors import BaseMismatch, InvalidField, VersionConflict, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import Runner, Staged
-from fastdeploy.core.scope import Scope
 from fastdeploy.core.weight_source import DeltaBase
 from fastdeploy.engine.field_checks import check_epoch, check_fingerprint, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs

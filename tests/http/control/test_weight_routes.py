@@ -44,8 +44,8 @@ CASES = [
     ("/v1/weights/begin", {"base_fingerprint": BASE}, m.BeginUpdateArgs(base=DeltaBase(BASE))),
     (
         "/v1/update_weights",
-        {"model_path": "/m", "base_fingerprint": BASE, "fingerprint": RESULT, "encoding": "overwrite", "compression": "zstd",
-         "fingerprints": {"a": OF_A}, "timeout_s": 5},
+        {"model_path": "/m", "base_fingerprint": BASE, "fingerprint": RESULT, "encoding": "overwrite",
+         "compression": "zstd", "fingerprints": {"a": OF_A}, "timeout_s": 5},
         m.UpdateWeightsArgs(FolderSource("/m"), timeout_s=5.0, form=PartFormat("overwrite", "zstd", {"a": OF_A}),
                             base=DeltaBase(BASE), fingerprint=RESULT),
     ),
