@@ -1,13 +1,16 @@
-"""The processes of a server: their ids, their CPU time, and signals to all of them. Linux only."""
+"""The processes of a server: their ids, CPU time and memory, and signals to all of them. Linux only."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TICKS_PER_S, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+SHARED_MEMORY = "/dev/shm"
+SAMPLE_S = 0.02
 
 
 def _fields(pid: int) -> list[str]:
@@ -46,3 +49,44 @@ def send_all(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the bytes of a process that are in memory, or 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
+
+
+class PeakMemory:
+    """The largest memory of a server while the ``with`` block runs, every SAMPLE_S seconds.
+
+    engine: bytes of the largest process. shared: bytes in /dev/shm beyond those at the start of the block."""
+
+    def __init__(self, pids: Iterable[int]):
+        self._pids = list(pids)
+        self.engine = self.shared = self._before = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> PeakMemory:
+        self._before = _used_shared()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.engine = max(self.engine, *map(resident_bytes, self._pids))
+            self.shared = max(self.shared, _used_shared() - self._before)
+            if self._ended.wait(SAMPLE_S):
+                return
+
+
+def _used_shared() -> int:
+    found = os.statvfs(SHARED_MEMORY)
+    return (found.f_blocks - found.f_bfree) * found.f_bsize

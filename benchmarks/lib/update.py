@@ -88,9 +88,19 @@ class Folder(Source):
         return await self.call("chunk", {"session_id": session_id, "model_path": str(checkpoint.folder)})
 
 
+class OneSet(Folder):
+    """The server gives its weights up before it reads the folder, so it needs memory for one set of weights."""
+
+    name = "folder, one set"
+
+    async def update(self, version: str, kv: str) -> UpdateTimes:
+        await self._post("/v1/sleep", {"tags": ["weight"], "discard": True, "mode": "keep"})
+        await self._post("/v1/wakeup", {"tags": ["weight"]})
+        return await super().update(version, kv)
+
+
 class Upload(Source):
-    """The trainer uploads the file from its memory over HTTP, in one body. The server packs while it receives, so
-    ``stage`` is a part of the time that the upload takes."""
+    """The trainer uploads the file from its memory over HTTP, in one body."""
 
     name = "upload"
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fastdeploy.http.upload_files import UploadFiles
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,7 +75,7 @@ class FilledClient:
 @pytest.fixture
 def context(tokenizer) -> ServingContext:
     config = ServeConfig(model="m", served_model_name="tiny")
-    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"), UploadFiles(config))
+    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"))
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:
