@@ -87,7 +87,8 @@ def answer(call: m.Call) -> m.Reply:
         return m.Reply(call.call_id, {"session": None, "asleep": []})
     try:
         field = "lora_path" if isinstance(call.args, m.LoadAdapterArgs) else "model_path"
-        SourcePolicy(("/",), "").check(getattr(call.args, "source", None), field)
+        if (source := getattr(call.args, "source", None)) is not None:
+            SourcePolicy(("/",), "").check(source, field)
     except InvalidField as error:
         return m.Reply(call.call_id, {}, m.Failure(error.code, error.message, error.detail))
     return m.Reply(call.call_id, {}, m.Failure("wrong_order", "not now"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gc
 import os
@@ -11,7 +10,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
@@ -124,28 +122,6 @@ def test_a_part_that_the_engine_refuses_is_answered_with_its_error(uploads, spoo
     reply = post(uploads, path, bytes(3 * HALF))
     assert reply.json()["error"]["code"] == failure.code and reply.status_code >= 400
     assert_nothing_left(uploads, spool)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_the_answer_to_a_large_upload_that_is_refused_early_reaches_a_client_that_sends_on(make_stack, spool, path):
-    """httpx's asynchronous client reads no answer before it has sent the whole body."""
-    stack = make_stack(upload_dir=str(spool), max_upload_mb=64)
-    engine = UploadEngine(stack.engine)
-    answer(stack, m.CheckUpdateArgs, failure=m.Failure("wrong_order", "not now"))
-
-    async def pieces():
-        for _ in range(48):
-            yield bytes(1 << 20)
-            await asyncio.sleep(0.002)
-
-    async def post() -> httpx.Response:
-        headers = OCTETS | {"Content-Length": str(48 << 20)}
-        async with httpx.AsyncClient(base_url=stack.http.base_url, timeout=30) as client:
-            return await client.post(path, content=pieces(), headers=headers)
-
-    reply = asyncio.run(post())
-    assert (reply.status_code, reply.json()["error"]["message"]) == (409, "not now")
-    assert not engine.calls
 
 
 def unfinished_upload(stack, path: str = UPDATE, sent: int = 1000) -> socket.socket:
