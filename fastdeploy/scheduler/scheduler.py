@@ -12,7 +12,7 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.outputs import Logprob, Span
-from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import BlockCopy, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState, Scope, ServedModel
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
@@ -22,12 +22,13 @@ from fastdeploy.scheduler.queue import Gate, WaitingQueue
 from fastdeploy.scheduler.runner_sequences import RunnerSequences
 
 
-class NewToken(msgspec.Struct, frozen=True):
-    """One token of one request. gap_s: seconds since the token before, or since arrival for the first token."""
+class NewTokens(msgspec.Struct, frozen=True):
+    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
+    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones."""
 
     request: Request
-    token_id: int
-    logprob: Logprob | None
+    token_ids: list[int]
+    logprobs: list[Logprob]
     span: Span
     first: bool
     gap_s: float
@@ -255,12 +256,12 @@ class Scheduler:
         self.in_flight = []
         self.kv.step_done()
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[NewTokens]:
         """Take in the result of a step, and return its tokens. Requests that end by a token, or with an error because
         their logits are not finite, are in ``ended``."""
         self.kv.step_done()
         now = time.time()
-        tokens: list[NewToken] = []
+        tokens: list[NewTokens] = []
         prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
@@ -283,12 +284,13 @@ class Scheduler:
             if self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
             gap_s = now - (request.last_token_at or request.arrival)
-            token_id = sampled.token_id
-            span = request.append(token_id, chunk.served, now)
-            tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
+            ending = self._cut_at_end(request, sampled)
+            span = request.append(sampled.token_ids, chunk.served, now)
+            tokens.append(NewTokens(request, sampled.token_ids, sampled.logprobs, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
-            self._end_if_done(request, token_id, span.end)
+            if ending is not None:
+                self.end(request, ending[0], stop_reason=ending[1])
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -305,14 +307,23 @@ class Scheduler:
         for sibling in waiting:
             self.waiting.promote(sibling)
 
-    def _end_if_done(self, request: Request, token: int, num_output_tokens: int) -> None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids:
-            self.end(request, FinishReason.STOP, stop_reason=token)
-        elif token in self.eos_token_ids and not sampling.ignore_eos:
-            self.end(request, FinishReason.STOP)
-        elif num_output_tokens >= request.max_output_tokens:
-            self.end(request, FinishReason.LENGTH)
+    def _cut_at_end(self, request: Request, sampled: Sampled) -> tuple[FinishReason, int | None] | None:
+        """Drop the tokens behind the first one that ends the request. Return the finish reason and stop reason of this
+        one, or None if the request goes on."""
+        sampling, left = request.sampling, request.max_output_tokens - request.num_output_tokens
+        ending: tuple[FinishReason, int | None]
+        for i, token in enumerate(sampled.token_ids, 1):
+            if token in sampling.stop_token_ids:
+                ending = FinishReason.STOP, token
+            elif token in self.eos_token_ids and not sampling.ignore_eos:
+                ending = FinishReason.STOP, None
+            elif i >= left:
+                ending = FinishReason.LENGTH, None
+            else:
+                continue
+            del sampled.token_ids[i:], sampled.logprobs[i:]
+            return ending
+        return None
 
     # ------------------------------------------------------------------ pause and weights
 

@@ -61,7 +61,7 @@ class PacedRunner(FakeRunner):
         if not isinstance(sampled, Sampled) or self._script is None:
             return sampled
         start = self._starts.setdefault(known.new.key, len(known.tokens))
-        return Sampled(self._script[len(known.tokens) - start], sampled.logprob)
+        return Sampled([self._script[len(known.tokens) - start]], sampled.logprobs)
 
 
 class RealServer:

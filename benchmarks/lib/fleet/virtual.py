@@ -75,7 +75,7 @@ class InstantRunner(SleepingRunner):
         self.spent_s += cost
         first, vocabulary = plan.step_id * len(plan.chunks), self._costs.vocab_size - 1
         sampled: list[Sampled | NonFinite | None] = [
-            Sampled(1 + (first + i) % vocabulary, None) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
+            Sampled([1 + (first + i) % vocabulary], []) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
         ]
         return StepResult(plan.step_id, sampled, cost)
 

@@ -33,7 +33,7 @@ class ClockRunner(SleepingRunner):
 
     def _sample(self, *args: Any) -> Sampled | None:
         sampled = super()._sample(*args)
-        return sampled and Sampled(sampled.token_id, Logprob(-time.monotonic()))
+        return sampled and Sampled(sampled.token_ids, [Logprob(-time.monotonic())])
 
 
 def run_engine(endpoint: str, step_s: float) -> None:
