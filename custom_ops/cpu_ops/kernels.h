@@ -83,37 +83,35 @@ struct Batch {
   const int32_t *cu_tokens, *starts, *tables, *positions;
 };
 
-struct AttentionArgs : Batch {
-  const float* qkv;
-  float* out;
-  const Cache* cache;
-  int64_t layer, heads;
+// AttentionSpec, AttentionBlock and MlpBlock have the fields of the classes of these names in ops/interface.py, in the
+// same order: ops/cpu_arguments.py makes its structures from those classes.
+struct AttentionSpec {
+  int64_t layer, heads, kv_heads, head_dim;
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
-  float eps;
+  float norm_eps;
 };
 
 // The blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
-
-// o(attention(qkv(x))).
 struct AttentionBlock {
   const float* norm;  // of the residual, [hidden]
-  const Weight *qkv, *o;
   float norm_eps;
-  AttentionArgs attention;  // without the batch, qkv and out
+  const Weight* qkv;
+  AttentionSpec attention;
+  const Weight* o;
 };
 
-// down(silu(gate(x)) * up(x)).
 struct MlpBlock {
   const float* norm;
-  const Weight *gate_up, *down;
   float norm_eps;
+  const Weight *gate_up, *down;
 };
 
-enum class BlockKind : int64_t { kAttention = 0, kMlp = 1 };
+enum class BlockKind : int64_t { kAttention, kMlp };  // the order of BLOCKS in ops/interface.py
 
 struct Block {
   BlockKind kind;
+  int64_t linears;     // how many of its linears may have an adapter
   int64_t ends_layer;  // 1 for the last block of a layer
   union {
     AttentionBlock attention;
@@ -121,18 +119,25 @@ struct Block {
   };
 };
 
+// One call of attention.
+struct AttentionArgs : Batch, AttentionSpec {
+  const Cache* cache;
+  const float* qkv;
+  float* out;
+};
+
 // A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
 // cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
 // of the residual. Null: all rows.
 struct StepArgs {
   Batch batch;
-  int64_t bf16;     // 1 if all weights and the cache are bfloat16, 0 if float32
-  float* residual;  // [tokens, hidden]
+  const Cache* cache;  // its type is that of all weights
+  float* residual;     // [tokens, hidden]
   const int64_t* rows;
   int64_t num_rows;
   const Block* blocks;
   int64_t count;
-  const Lora* const* const* adapters;  // of each adapter of the step, two linears of each block; null without a part
+  const Lora* const* const* adapters;  // of each adapter of the step, the linears of all blocks; null without a part
   const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
@@ -140,6 +145,7 @@ struct StepArgs {
 // The state of a step between two blocks.
 struct StepState {
   const Batch& batch;
+  const Cache* cache;
   float* residual;  // [m, hidden]
   int64_t m;
   const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks

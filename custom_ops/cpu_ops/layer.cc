@@ -50,16 +50,12 @@ LoraRows second(LoraRows loras) {
 
 // residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.
 void attention_block(const AttentionBlock& block, StepState& step) {
-  AttentionArgs args = block.attention;
-  static_cast<Batch&>(args) = step.batch;
   const int64_t hidden = block.qkv->k, width = block.o->k;
   float* qkv = floats(kScratchQkv, step.m * block.qkv->n);
   float* attended = floats(kScratchAttended, step.m * width);
   multiply(make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
            step.loras, qkv, false);
-  args.qkv = qkv;
-  args.out = attended;
-  attention(args);
+  attention({step.batch, block.attention, step.cache, qkv, attended});
   if (step.rows != nullptr) {
     step.m = step.num_rows;
     pick_rows(attended, step.rows, step.m, width, attended);
