@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 
 #include "kernels.h"
@@ -51,13 +52,13 @@ extern "C" {
 
 const char* fd_build_stamp() { return FD_BUILD_STAMP; }
 
-// Sizes that the caller compares with those of its own declarations of these structs.
-int64_t fd_sizeof_attention_spec() { return sizeof(AttentionSpec); }
-int64_t fd_sizeof_block() { return sizeof(Block); }
-int64_t fd_sizeof_step_args() { return sizeof(StepArgs); }
-int64_t fd_sizeof_stage_item() { return sizeof(StageItem); }
-int64_t fd_sizeof_delta_item() { return sizeof(DeltaItem); }
-int64_t fd_sizeof_stage_result() { return sizeof(StageResult); }
+// The size of a structure that the caller declares as well, by its number in STRUCTS (cpu_library.py); 0: unknown.
+int64_t fd_sizeof(int64_t number) {
+  constexpr int64_t kSizes[] = {sizeof(AttentionSpec), sizeof(Block),     sizeof(StepArgs),
+                                sizeof(StageItem),     sizeof(DeltaItem), sizeof(StageResult)};
+  constexpr int64_t kCount = std::size(kSizes);
+  return number < kCount ? kSizes[number] : avx2::block_bytes(number - kCount);
+}
 
 // The message of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
@@ -114,7 +115,7 @@ int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(lor
 // Returns 1 if between_layers ended the step.
 int fd_run_layers(const StepArgs* s) {
   int64_t last_attention = s->count - 1;
-  while (last_attention > 0 && s->blocks[last_attention].kind != BlockKind::kAttention) --last_attention;
+  while (last_attention > 0 && s->blocks[last_attention].kind != kAttentionBlock) --last_attention;
   StepState step = {
       s->batch, s->cache, s->residual, s->batch.tokens, nullptr, s->num_rows, {s->adapters, s->adapter_rows, 0}};
   for (int64_t i = 0, linear = 0; i < s->count; linear += s->blocks[i++].linears) {

@@ -83,40 +83,12 @@ struct Batch {
   const int32_t *cu_tokens, *starts, *tables, *positions;
 };
 
-// AttentionSpec, AttentionBlock and MlpBlock have the fields of the classes of these names in ops/interface.py, in the
-// same order: ops/cpu_arguments.py makes its structures from those classes.
+// The fields of AttentionSpec of ops/interface.py, in the same order.
 struct AttentionSpec {
   int64_t layer, heads, kv_heads, head_dim;
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
-};
-
-// The blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
-struct AttentionBlock {
-  const float* norm;  // of the residual, [hidden]
-  float norm_eps;
-  const Weight* qkv;
-  AttentionSpec attention;
-  const Weight* o;
-};
-
-struct MlpBlock {
-  const float* norm;
-  float norm_eps;
-  const Weight *gate_up, *down;
-};
-
-enum class BlockKind : int64_t { kAttention, kMlp };  // the order of BLOCKS in ops/interface.py
-
-struct Block {
-  BlockKind kind;
-  int64_t linears;     // how many of its linears may have an adapter
-  int64_t ends_layer;  // 1 for the last block of a layer
-  union {
-    AttentionBlock attention;
-    MlpBlock mlp;
-  };
 };
 
 // One call of attention.
@@ -125,6 +97,16 @@ struct AttentionArgs : Batch, AttentionSpec {
   const float* qkv;
   float* out;
 };
+
+// One of the blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
+struct Block {
+  int64_t kind;        // its index in BLOCKS of ops/interface.py
+  int64_t linears;     // how many of its linears may have an adapter
+  int64_t ends_layer;  // 1 for the last block of a layer
+  const void* fields;  // the structure of its kind (layer.cc)
+};
+
+constexpr int64_t kAttentionBlock = 0;  // kind
 
 // A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
 // cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
@@ -156,6 +138,7 @@ struct StepState {
 #define FD_DECLARE_KERNELS(isa)                                                                                \
   namespace isa {                                                                                              \
   void run_block(const Block& block, StepState& step);                                                         \
+  int64_t block_bytes(int64_t kind);                                                                           \
   void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras, \
               float* out);                                                                                     \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \

@@ -69,14 +69,15 @@ def _empty(shape: list[int]) -> paddle.Tensor:
 
 class _Prepared(NamedTuple):
     """Arguments of all blocks, reused in every step. References to layers and cache are weak, so that their owner can
-    free them. hidden: the width of the residual. adapters: the handles of the linears of those
-    adapters that were used with these layers and are still alive."""
+    free them. hidden: the width of the residual. fields: what ``blocks`` points to. adapters: handles of the linears
+    of those adapters that were used with these layers and are still alive."""
 
     layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
     limits: Limits
     hidden: int
     blocks: ctypes.Array[BlockArgs]
+    fields: Sequence[ctypes.Structure]
     adapters: weakref.WeakKeyDictionary[PackedAdapter, _Handles]
 
 
@@ -299,12 +300,16 @@ class CpuOps:
             limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, AttentionBlock)}
             hidden = {block.norm.shape[0] for block, _ in blocks}
             assert len(limits) == len(hidden) == 1
-            args = (BlockArgs * len(blocks))(*(block_args(block, ends) for block, ends in blocks))
-            known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-            found = _Prepared(
-                list(map(weakref.ref, layers)), weakref.ref(cache), limits.pop(), hidden.pop(), args, known
+            args, fields = zip(*(block_args(block, ends) for block, ends in blocks), strict=True)
+            found = self._prepared = _Prepared(
+                list(map(weakref.ref, layers)),
+                weakref.ref(cache),
+                limits.pop(),
+                hidden.pop(),
+                (BlockArgs * len(args))(*args),
+                fields,
+                weakref.WeakKeyDictionary(),
             )
-            self._prepared = found
         return found
 
     def attention(

@@ -3,6 +3,7 @@ follow from them, without checks of their own."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,11 +85,11 @@ def spec_args(spec: AttentionSpec) -> Any:
     return AttentionSpecArgs(*map(_field, spec))
 
 
-def block_args(block: Block, ends_layer: bool) -> BlockArgs:
-    """Return the arguments of a block. ends_layer: it is the last block of its layer."""
-    kind = type(block)
-    fields = BLOCK_ARGS[kind](*map(_field, vars(block).values()))
-    return BlockArgs(BLOCKS.index(kind), len(block.linears), ends_layer, **{kind.__name__: fields})
+def block_args(block: Block, ends_layer: bool) -> tuple[BlockArgs, Any]:
+    """Return the arguments of a block, and what they refer to. ends_layer: it is the last block of its layer."""
+    fields = BLOCK_ARGS[type(block)](*map(_field, vars(block).values()))
+    kind = BLOCKS.index(type(block))
+    return BlockArgs(kind, len(block.linears), ends_layer, ctypes.addressof(fields)), fields
 
 
 def limits_of(cache: KVCache, spec: AttentionSpec) -> Limits:

@@ -34,6 +34,7 @@ ISA_NAMES = ("none", "avx2", "avx512", "amx")
 MAX_HEAD_DIM = 512
 
 SIGNATURES = {
+    "fd_sizeof": (c_int64, [c_int64]),
     "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
@@ -97,15 +98,10 @@ RegionArgs = _struct_of(Region)
 BLOCK_ARGS = {kind: _struct_of(kind, attention=AttentionSpecArgs) for kind in BLOCKS}
 
 
-class _AnyBlockArgs(ctypes.Union):
-    _fields_ = [(kind.__name__, args) for kind, args in BLOCK_ARGS.items()]
-
-
 class BlockArgs(ctypes.Structure):
-    """Block of kernels.h. The kind, an index in BLOCKS, says which of the members counts."""
+    """Block of kernels.h. fields: the structure of the kind in BLOCK_ARGS."""
 
-    _anonymous_ = ("args",)
-    _fields_ = [*_integers("kind linears ends_layer"), ("args", _AnyBlockArgs)]
+    _fields_ = [*_integers("kind linears ends_layer"), ("fields", c_void_p)]
 
 
 class Batch(ctypes.Structure):
@@ -144,14 +140,12 @@ class StageResultArgs(ctypes.Structure):
     _fields_ = [("first", c_uint64), ("second", c_uint64), *_integers("problem error")]
 
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "fd_sizeof_attention_spec": AttentionSpecArgs,
-    "fd_sizeof_block": BlockArgs,
-    "fd_sizeof_step_args": StepArgs,
-    "fd_sizeof_stage_item": StageItemArgs,
-    "fd_sizeof_delta_item": DeltaItemArgs,
-    "fd_sizeof_stage_result": StageResultArgs,
-}
+# By their number for fd_sizeof.
+STRUCTS: dict[int, type[ctypes.Structure]] = dict(
+    enumerate(
+        (AttentionSpecArgs, BlockArgs, StepArgs, StageItemArgs, DeltaItemArgs, StageResultArgs, *BLOCK_ARGS.values())
+    )
+)
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
@@ -164,14 +158,13 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
     if wanted is not None and wanted not in ISA_NAMES[1:]:
         raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
     library = ctypes.CDLL(str(path))
-    sizes: dict[str, Any] = {name: (c_int64, []) for name in STRUCTS}
-    for name, (result, arguments) in (SIGNATURES | sizes).items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
             raise OSError(f"{path.name} is of another version: it has no {name}")
         function.restype, function.argtypes = result, arguments
-    for name, struct in STRUCTS.items():
-        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
+    for number, struct in STRUCTS.items():
+        theirs, ours = library.fd_sizeof(number), ctypes.sizeof(struct)
         if theirs != ours:
             what = f"{struct.__name__} has {theirs} bytes there and {ours} here"
             raise OSError(f"{path.name} is of another version: {what}")

@@ -114,7 +114,7 @@ class MlpBlock:
 
 
 Block: TypeAlias = AttentionBlock | MlpBlock
-BLOCKS = (AttentionBlock, MlpBlock)  # in the order of BlockKind (kernels.h)
+BLOCKS = (AttentionBlock, MlpBlock)  # layer.cc has the same order
 
 
 @dataclass(frozen=True, eq=False)
