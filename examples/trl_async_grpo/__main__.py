@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples.embedded_model.arithmetic import problems
 from examples.trl_async_grpo import task, without_gpu
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.arithmetic import problems
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 
 

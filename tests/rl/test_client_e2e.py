@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from e2e.server import Server
+from examples.embedded_model.tokenizer import chat_ids
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import FleetError
