@@ -6,6 +6,7 @@ ScheduledChunk and a Sampled are not tracked by the garbage collector, since the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -83,7 +84,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
     sequence asks for logprobs."""
 
     token_ids: list[int]
-    logprobs: list[Logprob]
+    logprobs: Sequence[Logprob] = ()
 
 
 class NonFinite(msgspec.Struct, frozen=True, tag=1):

@@ -92,7 +92,7 @@ class EngineMetrics:
         self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
 
     def observe_tokens(self, step: list[NewTokens]) -> None:
-        count = sum(len(new.token_ids) for new in step)
+        count = sum([len(new.token_ids) for new in step])
         self.num_tokens += count
         self.tokens.inc(count)
         self.tpot.observe([new.gap_s for new in step if not new.first])

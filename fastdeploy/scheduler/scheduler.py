@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +14,7 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.outputs import Logprob, Span
-from fastdeploy.core.plan import BlockCopy, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState, Scope, ServedModel
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
@@ -28,10 +30,18 @@ class NewTokens(msgspec.Struct, frozen=True):
 
     request: Request
     token_ids: list[int]
-    logprobs: list[Logprob]
+    logprobs: Sequence[Logprob]
     span: Span
     first: bool
     gap_s: float
+
+
+class Ending(NamedTuple):
+    """The end of a request by one of its tokens. num_tokens: of the request, with this one."""
+
+    num_tokens: int
+    reason: FinishReason
+    stop_reason: int | None = None
 
 
 class Scheduler:
@@ -271,26 +281,31 @@ class Scheduler:
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
-            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
+            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
                 continue
             if isinstance(sampled, NonFinite):
                 self._end_non_finite(request, sampled, chunk)
                 continue
-            request.prompt_logprobs += of_prompt
+            if of_prompt is not None:
+                request.prompt_logprobs += of_prompt
             if sampled is None:
                 continue
-            if self._prefilling.get(request.prompt_key) is request:
+            if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
             gap_s = now - (request.last_token_at or request.arrival)
-            ending = self._cut_at_end(request, sampled)
-            span = request.append(sampled.token_ids, chunk.served, now)
-            tokens.append(NewTokens(request, sampled.token_ids, sampled.logprobs, span, span.start == 0, gap_s))
+            token_ids, logprobs = sampled.token_ids, sampled.logprobs
+            ending = self._ending(request, token_ids)
+            if ending is not None and len(token_ids) > 1:
+                kept = ending.num_tokens - len(request.token_ids)
+                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
+            span = request.append(token_ids, chunk.served, now)
+            tokens.append(NewTokens(request, token_ids, logprobs, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
             if ending is not None:
-                self.end(request, ending[0], stop_reason=ending[1])
+                self.end(request, ending.reason, stop_reason=ending.stop_reason)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -307,22 +322,18 @@ class Scheduler:
         for sibling in waiting:
             self.waiting.promote(sibling)
 
-    def _cut_at_end(self, request: Request, sampled: Sampled) -> tuple[FinishReason, int | None] | None:
-        """Drop the tokens behind the first one that ends the request. Return the finish reason and stop reason of this
-        one, or None if the request goes on."""
-        sampling, left = request.sampling, request.max_output_tokens - request.num_output_tokens
-        ending: tuple[FinishReason, int | None]
-        for i, token in enumerate(sampled.token_ids, 1):
+    def _ending(self, request: Request, token_ids: list[int]) -> Ending | None:
+        """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
+        sampling, num_tokens = request.sampling, len(request.token_ids)
+        limit = request.num_prompt_tokens + request.max_output_tokens
+        for token in token_ids:
+            num_tokens += 1
             if token in sampling.stop_token_ids:
-                ending = FinishReason.STOP, token
-            elif token in self.eos_token_ids and not sampling.ignore_eos:
-                ending = FinishReason.STOP, None
-            elif i >= left:
-                ending = FinishReason.LENGTH, None
-            else:
-                continue
-            del sampled.token_ids[i:], sampled.logprobs[i:]
-            return ending
+                return Ending(num_tokens, FinishReason.STOP, token)
+            if token in self.eos_token_ids and not sampling.ignore_eos:
+                return Ending(num_tokens, FinishReason.STOP)
+            if num_tokens >= limit:
+                return Ending(num_tokens, FinishReason.LENGTH)
         return None
 
     # ------------------------------------------------------------------ pause and weights

@@ -69,7 +69,7 @@ class Sampler:
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
         token_ids = self._ops.sample(logits, rows.sample_batch(positions))
         sampled: list[Sampled | NonFinite] = [
-            Sampled([token], []) if token >= 0 else NonFinite(position)
+            Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
         ]
         for mode, asking in rows.by_mode.items():

@@ -206,7 +206,7 @@ def _output(request: Request, new: NewTokens | None) -> Output:
         request_id=request.group.add.request_id,
         choice=request.choice,
         token_ids=new.token_ids if new else [],
-        logprobs=new.logprobs if new else [],
+        logprobs=[*new.logprobs] if new else [],
         spans=[new.span] if new else [],
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
