@@ -38,8 +38,7 @@ from fastdeploy.entrypoints.ray_replica import THREADS, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, ServerConfig
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Placement
-from fastdeploy.fleet.local_launcher import Action, Answer, Ask, ParentEnd, Placements
+from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
