@@ -115,7 +115,7 @@ also have tests with real processes in tests/e2e.
     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
     tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
 41. A file whose opening never ends (a FIFO, a dead mount) blocked updates and sleep, with a hold that nothing released.
-    tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
+    tests/core/test_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
     tests/engine/test_staging_thread.py::test_a_sleep_that_waits_for_a_read_times_out_and_releases_its_hold
 42. The numbers of a safetensors header were multiplied before they were bounded: 12 s without a step.
     tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words

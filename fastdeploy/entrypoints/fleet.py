@@ -23,15 +23,14 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, BackOff, ProcessTree
 from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Placement
-from fastdeploy.fleet.local_launcher import Action, Answer, Ask, ParentEnd, Placements
+from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED

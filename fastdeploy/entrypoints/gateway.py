@@ -20,17 +20,15 @@ import msgspec
 import uvloop
 
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import from_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
-from fastdeploy.fleet.launcher import Launcher, StaticLauncher
-from fastdeploy.fleet.local_launcher import LocalLauncher
+from fastdeploy.fleet.launcher import Launcher, LocalLauncher, StaticLauncher
 from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe

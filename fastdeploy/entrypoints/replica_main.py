@@ -21,8 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
-from fastdeploy.core.host import host_id
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.http.guards.keys import take_keys
 from fastdeploy.inter_communicator.event_pipe import EventPipe

@@ -13,10 +13,10 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
-from fastdeploy import __version__
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.process import VERSION
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
@@ -72,7 +72,7 @@ def create_app(
 
     app = DescribedApp(
         title="FastDeploy",
-        version=__version__,
+        version=VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,

@@ -16,7 +16,7 @@ import msgspec
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.inter_communicator.control_call import Access, Args
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,

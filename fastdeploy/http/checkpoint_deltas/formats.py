@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.core.safe_files import ANYWHERE, Folder, path_problem
+from fastdeploy.core.files import ANYWHERE, Folder, path_problem
 from fastdeploy.http.checkpoint_deltas.patch import ALGORITHMS, ENCODINGS
 from fastdeploy.http.checkpoint_deltas.published import (
     INDEX,

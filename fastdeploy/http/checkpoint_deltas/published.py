@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.core.safe_files import Folder
+from fastdeploy.core.files import Folder
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response, StreamingResponse
 
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
-from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.body import Body, parse_json

@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import PlainTextResponse, Response
 
-from fastdeploy import __version__
 from fastdeploy.core.errors import EngineError, ModelNotFound, NotLeader
+from fastdeploy.core.process import VERSION
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.errors import json_response
@@ -76,7 +76,7 @@ def health_router(context: ServingContext) -> APIRouter:
     @router.get("/version")
     @Access.OPEN
     async def version() -> Response:
-        return json_response({"version": __version__})
+        return json_response({"version": VERSION})
 
     @router.get("/metrics", response_class=PlainTextResponse)
     @Access.OPEN

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import AbortBody, PauseBody, RenewBody, ResumeBody, ScopedBody

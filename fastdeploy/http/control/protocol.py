@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.served_weights import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import (
     MAX_VERSION_CHARS,
     DeltaBase,

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
-from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.calls import Routes, envelope, read

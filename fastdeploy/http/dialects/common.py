@@ -11,9 +11,9 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy import __version__
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import STATUS, AdapterFolderNotFound, FastDeployError, InvalidField
+from fastdeploy.core.process import VERSION
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.calls import ErrorAnswer, catching
 from fastdeploy.http.context import ServingContext
@@ -140,6 +140,6 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,
         "weight_version": info["version"],
-        "version": __version__,
+        "version": VERSION,
         "time": time.time(),
     }

@@ -13,9 +13,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.core import envs
 from fastdeploy.core.errors import ControlError, EngineError
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id, log_name
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.replica import LOAD, ReplicaState
@@ -119,7 +118,7 @@ async def describe(context: ServingContext, request: Request) -> list[dict[str, 
     load = {field: report.get(field) for field in LOAD}
     return [
         {
-            "name": envs.log_name() or ALONE,
+            "name": log_name() or ALONE,
             "url": str(request.base_url).rstrip("/"),
             "host": host_id(),
             "state": state.value,

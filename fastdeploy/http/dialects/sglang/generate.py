@@ -19,7 +19,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields, part_id
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts

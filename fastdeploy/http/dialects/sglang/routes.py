@@ -9,8 +9,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy import __version__
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.process import VERSION
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.calls import Routes, read_body
 from fastdeploy.http.context import ServingContext
@@ -141,7 +141,7 @@ def _add_info(router: APIRouter, context: ServingContext) -> None:
     async def loads() -> Response:
         """Count frozen requests as running, and held requests as waiting."""
         now = datetime.now(UTC).isoformat()
-        return json_response({"timestamp": now, "version": __version__, "loads": [await load()]})
+        return json_response({"timestamp": now, "version": VERSION, "loads": [await load()]})
 
     @router.get("/get_load")
     @Access.DATA

@@ -11,17 +11,19 @@ from fastdeploy.core.errors import (
     QueueFull,
     RequestsRejected,
 )
-from fastdeploy.core.request import Group, Request
+from fastdeploy.core.request import Group, Request, Scope
 from fastdeploy.core.request_fields import AddRequest, check_prompt, check_vocabulary
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
-from fastdeploy.core.scope import Scope, adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.pauses.holds import Admission
 from fastdeploy.engine.pauses.pause import PauseState
-from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
+from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.requests.retention import RETRY_AFTER_S, Retention, check_retainable
+from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class AdmissionControl:
@@ -32,17 +34,22 @@ class AdmissionControl:
         self,
         info: ModelInfo,
         max_waiting: int,
-        scopes: Scopes,
-        adapters: AdapterRegistry,
+        scheduler: Scheduler,
+        delivery: Delivery,
         lifecycle: RequestLifecycle,
         retention: Retention,
+        scopes: ScopeRegistry,
+        adapters: AdapterRegistry,
     ):
         self._info = info
         self._max_waiting = max_waiting
+        self._waiting = scheduler.waiting
+        self._delivery = delivery
+        self._lifecycle = lifecycle
+        self._requests = lifecycle.requests
+        self._retention = retention
         self._scopes = scopes
         self._adapters = adapters
-        self._lifecycle = lifecycle
-        self._retention = retention
         self._arrivals = 0
         self._now = 0.0
 
@@ -55,7 +62,7 @@ class AdmissionControl:
                 return
             group = self._admit(client, add)
         except Exception as error:
-            self._lifecycle.delivery.reject(client, add.request_id, error)
+            self._delivery.reject(client, add.request_id, error)
             if not isinstance(error, FastDeployError):
                 raise
             return
@@ -90,10 +97,10 @@ class AdmissionControl:
             raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
 
     def _check_queue(self, add: AddRequest, scope: Scope) -> None:
-        if self._lifecycle.requests.id_is_in_use(add):
+        if self._requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.group or add.request_id!r} is in use already", param="request_id")
         add.check_fields()
-        if self._lifecycle.scheduler.waiting.num_beside(scope) + add.n > self._max_waiting:
+        if self._waiting.num_beside(scope) + add.n > self._max_waiting:
             message = f"at most {self._max_waiting} choices may wait (--max-waiting)"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 

@@ -1,4 +1,4 @@
-"""Plans of holds: pause, resume, renew and status."""
+"""Calls of holds: pause, resume, renew and status."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from msgspec.structs import replace
 
 from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import PauseInterrupted, PauseTimeout
-from fastdeploy.fleet.plan import Context, Plan, bounded
-from fastdeploy.fleet.reports import merge
-from fastdeploy.fleet.state import FleetHold, FleetState
-from fastdeploy.fleet.transaction import Rule, Step
+from fastdeploy.fleet.call import Context, FleetCall, bounded
+from fastdeploy.fleet.state import MODES, TTL_MARGIN_S, FleetHold, FleetState, stronger_terms
+from fastdeploy.fleet.transaction import Command, Rule
 from fastdeploy.inter_communicator import messages as m
 
 T = TypeVar("T", m.PauseArgs, m.RenewArgs)
-TTL_MARGIN_S = 30.0  # engines end a hold by themselves so long after the gateway, in case the gateway is gone
-MODES = ("wait", "keep", "abort")  # in order of strength
 RELEASED = (PauseTimeout, PauseInterrupted)  # after these errors of an engine, its hold does not stand
 
 
@@ -38,22 +35,7 @@ def _show_ttl(hold: dict[str, Any], state: FleetState, now: float) -> None:
     hold["ttl_left_s"] = None if left is None else round(max(left, 0.0), 3)
 
 
-def _stronger(new: m.PauseArgs, standing: m.PauseArgs | None) -> m.PauseArgs:
-    """Return the terms of a hold that ``new`` places again, as the engines do."""
-    new = replace(new, ttl_s=None)
-    if standing is None or new.mode.lower() not in MODES:
-        return new
-    admissions = {args.admission or ("reject" if args.mode.lower() == "abort" else "hold") for args in (new, standing)}
-    return replace(
-        new,
-        mode=max(new.mode.lower(), standing.mode.lower(), key=MODES.index),
-        admission="reject" if "reject" in admissions else "hold",
-        placed_by=standing.placed_by,
-        anonymous=new.anonymous and standing.anonymous,
-    )
-
-
-class PausePlan(Plan[m.PauseArgs]):
+class PauseCall(FleetCall[m.PauseArgs]):
     """Place a hold on all, or on none. Anonymous holds get one name for the whole fleet.
 
     Pause calls on one hold may overlap, with resumes between them. The members see all of these in one order, so what
@@ -73,23 +55,25 @@ class PausePlan(Plan[m.PauseArgs]):
         self._releases = False
         self._undone = False
 
-    def begin(self) -> None:
+    def on_send(self) -> None:
         below = self.state.holds.get(self._key)
-        terms = _stronger(self.args, below.args if below is not None else None)
+        terms = replace(self.args, ttl_s=None)
+        if below is not None and terms.mode.lower() in MODES:
+            terms = stronger_terms(terms, below.args)
         self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below, settled=False)
         self.state.holds[self._key] = self._hold
 
-    def prepare(self, name: str) -> list[m.Args]:
+    def messages_to_prepare(self, name: str) -> list[m.Args]:
         return [_for_engine(self.args)]
 
-    def rollback(self, name: str) -> m.Args | None:
+    def message_to_undo(self, name: str) -> m.Args | None:
         return m.ResumeArgs(self.args.hold_id, self.args.scope) if self._releases else None
 
-    def seconds(self, step: Step) -> float:
-        drains = step is Step.PREPARE and self.args.mode.lower() == "wait"
-        return self.config.fence_after_s + (bounded(self.args.timeout_s, 0.0) if drains else 0.0)
+    def work_s(self, command: Command) -> float:
+        drains = command is Command.PREPARE and self.args.mode.lower() == "wait"
+        return bounded(self.args.timeout_s, 0.0) if drains else 0.0
 
-    def rolling_back(self) -> None:
+    def on_rollback(self) -> None:
         self._undone = True
         hold, standing = self._hold, self.state.holds.get(self._key)
         ended = any(isinstance(error, RELEASED) for error in self.errors.values())
@@ -113,34 +97,34 @@ class PausePlan(Plan[m.PauseArgs]):
         elif not placed:
             self.state.holds[self._key] = below
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         if not self._undone and self.state.holds.get(self._key) is self._hold:  # every member was lost
             del self.state.holds[self._key]
 
-    def done(self) -> dict[str, Any]:
+    def on_success(self) -> dict[str, Any]:
         self._hold.below, self._hold.settled = None, True
-        report = super().done()
+        report = super().on_success()
         _show_ttl(report["hold"], self.state, self.now)
         return report
 
 
-class ResumePlan(Plan[m.ResumeArgs]):
+class ResumeCall(FleetCall[m.ResumeArgs]):
     """Release holds. The order of sending decides which pause calls this one follows."""
 
     rule = Rule.AGREE
 
-    def begin(self) -> None:
+    def on_send(self) -> None:
         self._released = {key: hold for key, hold in self.state.holds.items() if self._names(key, hold)}
         for key in self._released:
             del self.state.holds[key]
         self.state.releasing.append(self._released)
 
-    def done(self) -> dict[str, Any]:
+    def on_success(self) -> dict[str, Any]:
         self._end()
         self.state.release(lambda key, hold: hold.order < self.order and self._names(key, hold))
-        return super().done()
+        return super().on_success()
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         """Put the holds back, below those that later calls have placed."""
         self._end()
         for key, released in self._released.items():
@@ -163,51 +147,51 @@ class ResumePlan(Plan[m.ResumeArgs]):
         self.state.releasing = [holds for holds in self.state.releasing if holds is not self._released]
 
 
-class RenewPlan(Plan[m.RenewArgs]):
+class RenewCall(FleetCall[m.RenewArgs]):
     """Set the gateway's ttl of a hold, and the later one of the engines."""
 
     rule = Rule.AGREE
 
-    def begin(self) -> None:
+    def on_send(self) -> None:
         self._hold = self.state.holds.get((self.args.scope, self.args.hold_id))
         if self._hold is not None:
             self._before, self._hold.expires_at = self._hold.expires_at, _expiry(self.args.ttl_s, self.now)
 
-    def prepare(self, name: str) -> list[m.Args]:
+    def messages_to_prepare(self, name: str) -> list[m.Args]:
         return [_for_engine(self.args)]
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         if self._hold is not None:
             self._hold.expires_at = self._before
 
-    def done(self) -> dict[str, Any]:
-        report = super().done()
+    def on_success(self) -> dict[str, Any]:
+        report = super().on_success()
         _show_ttl(report["hold"], self.state, self.now)
         return report
 
 
-class PauseStatusPlan(Plan[m.PauseStatusArgs]):
-    def done(self) -> dict[str, Any]:
-        report = super().done()
+class PauseStatusCall(FleetCall[m.PauseStatusArgs]):
+    def on_success(self) -> dict[str, Any]:
+        report = super().on_success()
         for hold in report["holds"]:
             _show_ttl(hold, self.state, self.now)
         return report
 
 
-class ResetPlan(Plan[m.ResetArgs]):
+class ResetCall(FleetCall[m.ResetArgs]):
     """Reset all. Anonymous holds and the open sessions end, and no adapter is left."""
 
     rule = Rule.AGREE
 
-    def begin(self) -> None:
+    def on_send(self) -> None:
         self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
         for name in list(self.state.adapters):
             self.state.unload(name)
-        self._sessions = [session for session in self.state.sessions.values() if session.open]
+        self._sessions = [session for session in self.state.weight_sessions.values() if session.open]
 
-    def done(self) -> dict[str, Any]:
+    def on_success(self) -> dict[str, Any]:
         self.state.release(lambda key, hold: hold.order < self.order and hold.args.anonymous)
-        report = merge(list(self.results.values()))
+        report = super().on_success()
         report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
         for session in self._sessions:
             self.state.close_session(session)

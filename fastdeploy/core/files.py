@@ -1,4 +1,6 @@
-"""Opening and reading files that another program names or writes.
+"""Files that processes share: those that another program names or writes, and those that carry tensors.
+
+A file that another program names is opened and read with care:
 
 - The file is a regular file. Opening a pipe may block for ever, and opening a device may have effects.
 - The file is read up to a limit, which is checked before the first byte is read.
@@ -6,17 +8,25 @@
   changes links at the same time.
 
 Every problem is an OSError whose ``strerror`` explains it.
+
+Tensors pass in files in shared memory if there is room. A process that is killed leaves its files. A file is locked
+while its process lives, so that another process can tell which files nobody uses any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 ANYWHERE = ("/",)
+SHARED_MEMORY = "/dev/shm"  # Linux keeps the segments of shm_open in this folder
 MAX_PATH_BYTES = 4095  # Linux: PATH_MAX without the zero at the end
 MAX_NAME_BYTES = 255  # Linux: NAME_MAX
 
@@ -121,6 +131,43 @@ def make_beneath(root: str, path: str) -> int:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(fd)
+
+
+def has_room(folder: str | os.PathLike[str], nbytes: int) -> bool:
+    """Return whether ``folder`` exists and its file system has more than ``nbytes`` bytes free."""
+    return os.path.isdir(folder) and shutil.disk_usage(folder).free > nbytes
+
+
+def new_file(path: str | os.PathLike[str], mode: int) -> BinaryIO:
+    """Make a file that does not exist yet, and open it for writing without a buffer: another process may read each byte
+    at once. A full file system causes OSError and no signal, unless the caller maps the file. mode: permissions."""
+    return open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode), "wb", buffering=0)
+
+
+def new_locked_file(path: str | os.PathLike[str], mode: int) -> BinaryIO:
+    """Make a file as ``new_file`` does. :func:`remove_abandoned` leaves it alone while this process has it open."""
+    while True:
+        file = new_file(path, mode)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # not removed by another process before it was locked
+            return file
+        file.close()
+
+
+def remove_abandoned(folder: str | os.PathLike[str], prefix: str) -> None:
+    """Remove the files of ``new_locked_file`` whose processes have ended, and whose names begin with ``prefix``. Pipes
+    and links with such names are left alone."""
+    for path in Path(folder).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            path.unlink()
+
+
+def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
+    """Write ``data`` to a file without a buffer, whose ``write`` may take only a part. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _real(path: str) -> str:

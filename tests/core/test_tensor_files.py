@@ -6,7 +6,7 @@ import fcntl
 
 import pytest
 
-from fastdeploy.core import shared_files
+from fastdeploy.core import files
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path):
@@ -20,10 +20,10 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: p
         lock(file, operation)
 
     path = tmp_path / "upload"
-    monkeypatch.setattr(shared_files.fcntl, "flock", late_lock)
-    with shared_files.new_locked_file(path, 0o600):
+    monkeypatch.setattr(files.fcntl, "flock", late_lock)
+    with files.new_locked_file(path, 0o600):
         assert calls and path.exists()
-        shared_files.remove_abandoned(tmp_path, "up")
+        files.remove_abandoned(tmp_path, "up")
         assert path.exists()
-    shared_files.remove_abandoned(tmp_path, "up")
+    files.remove_abandoned(tmp_path, "up")
     assert not path.exists()

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from fastdeploy.core import safe_files
-from fastdeploy.core.safe_files import Folder, make_beneath, open_regular, path_problem, read_whole
+from fastdeploy.core import files
+from fastdeploy.core.files import Folder, make_beneath, open_regular, path_problem, read_whole
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "/" + "a/" * 2500, "/" + "x" * 256, "/\ud800", "\udc80"], ids=repr)
@@ -78,7 +78,7 @@ def test_a_link_put_in_place_after_the_check_is_not_followed(tmp_path, monkeypat
             (root / "a").symlink_to(secret)
         return real
 
-    monkeypatch.setattr(safe_files.os.path, "realpath", resolve_then_swap)
+    monkeypatch.setattr(files.os.path, "realpath", resolve_then_swap)
     with pytest.raises(OSError, match="put there just now"):
         Folder(root / "a" / "b", [str(root)])
 
