@@ -20,7 +20,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 from support.fake_runner import FakeRunner, Known

@@ -20,8 +20,8 @@ from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.fleet.router import Router
-from fastdeploy.inter_communicator.inproc_transport import InprocConnection, InprocTransport
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+from fastdeploy.inter_communicator.transport import InprocConnection, InprocTransport
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
