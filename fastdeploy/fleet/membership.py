@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.core.errors import (
     EngineError,
     EngineStalled,
@@ -24,6 +23,7 @@ from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
+from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineError
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 LOAD = ("running", "waiting", "available_gpu_block_num", "max_num_seqs")
