@@ -27,13 +27,13 @@ SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 # On a machine with a compiler and without ccache, Paddle warns at each import.
 export PYTHONWARNINGS := ignore:No ccache found
 # Installs packages with lines of progress. 60 is the number of seconds that this usually takes.
-INSTALL = $(BIN)/python benchmarks/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
+INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
 .PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
 	oracles search soak fleet-chaos sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python acceptance/demo.py
 	$(BIN)/python -m examples.async_grpo --out runs/demo --updates 10 --eval-every 5 --eval-problems 400
 
 SEED ?= 0
@@ -57,8 +57,8 @@ test-quick: $(VENV)/.test
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
-	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
-		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/examples/embedded_model tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
+		tests/engine/updates/test_update_exactness.py tests/engine/adapters/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)
@@ -84,7 +84,7 @@ test-ray: $(VENV)/.ray ops
 	$(BIN)/python -m pytest -m ray --timeout 600 $(ARGS)
 
 screenshot: $(VENV)/.ui ops
-	$(BIN)/python -m benchmarks.screenshot --out docs/ui.png $(ARGS)
+	$(BIN)/python -m acceptance.screenshot --out docs/ui.png $(ARGS)
 
 # SEARCH_FACTOR=20 times the examples of make test, and other ones in each run; ARGS="-k machine" for some of the tests,
 # ARGS="-m slow" for the long ones.
@@ -94,17 +94,17 @@ search: $(VENV)/.test ops
 
 # Pauses and updates under load, while processes are killed; ARGS="--minutes 60 --out FILE" for less.
 soak: $(VENV)/.runtime ops
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python acceptance/soak.py $(ARGS)
 
 # Pauses of a fleet while its replicas are harmed; ARGS="--pauses 100 --seed 1" for less, "--scale 1 8 32 256" for size.
 fleet-chaos: $(VENV)/.runtime
-	$(BIN)/python benchmarks/fleet_chaos.py $(ARGS)
+	$(BIN)/python acceptance/fleet_chaos.py $(ARGS)
 
 # setup.py pins the versions, because other versions of a formatter write other text.
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops -name "*.cc" -o -name "*.h")
 	$(BIN)/mypy
 
 # Does nothing if the sources have not changed. Without a compiler, prints that and goes on.

@@ -1,11 +1,10 @@
-"""Packaging. The distribution is called fastdeploy-gpu if the installed Paddle is a CUDA build, else fastdeploy-cpu.
-Both install the package ``fastdeploy``. With a compiler the wheel has the C++ ops and is for this platform. Without a
-compiler the wheel is for any platform, and the Paddle reference ops run."""
+"""Packaging. With a compiler the wheel has the C++ ops and is for this platform. Without a compiler the wheel is for
+any platform, and the Paddle reference ops run. Paddle's CUDA build is taken where it is installed already."""
 
 import re
 import runpy
 import sysconfig
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -41,24 +40,14 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", platform if built else "any")
 
 
-def paddle_is_cuda_build() -> bool:
-    """Return whether the installed Paddle is a CUDA build. Reads its version file and does not import it."""
+def paddle_for_cuda_is_installed() -> bool:
+    """Return whether a CUDA build of Paddle is installed. It serves as well, and has the same files as paddlepaddle."""
     try:
         metadata.distribution("paddlepaddle-gpu")
-        return True
     except metadata.PackageNotFoundError:
-        pass
-    spec = util.find_spec("paddle")
-    if spec is None or spec.origin is None:
         return False
-    version = Path(spec.origin).parent / "version" / "__init__.py"
-    if not version.exists():
-        return False
-    lines = [line.split("=") for line in version.read_text().splitlines() if line.startswith("cuda_version")]
-    return bool(lines) and lines[0][1].strip(" '\"") not in ("False", "0", "None")
+    return True
 
-
-GPU = paddle_is_cuda_build()
 
 RUNTIME = [
     "blake3>=1.0",
@@ -100,8 +89,8 @@ UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
-    name="fastdeploy-gpu" if GPU else "fastdeploy-cpu",
-    version="0.1.0",
+    name="fastdeploy-cpu",
+    version="0.11.0",
     description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
@@ -113,7 +102,7 @@ setup(
         "fastdeploy.http.ui": ["*.html", "*.js", "*.css"],
         "fastdeploy.model_executor.ops": ["*.so"],
     },
-    install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
+    install_requires=RUNTIME + ([] if paddle_for_cuda_is_installed() else ["paddlepaddle>=3.3,<3.4"]),
     extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ray": RAY, "ui-test": UI_TEST},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
 )

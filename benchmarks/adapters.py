@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,9 +37,8 @@ from benchmarks.lib.adapter_report import BASE_HEADER, DECODING_HEADER, TENANTS_
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import machine_line
 from benchmarks.lib.contenders import RunningEngines
-from benchmarks.lib.dialect import FAILURES
-from benchmarks.lib.engines import ENGINES, SEQUENCES, Engine
-from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.engines import SEQUENCES, Engine, installed
+from benchmarks.lib.report import Printer, json_flag, numbers, some_of, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
 from benchmarks.lib.tenants import Tenants
 from benchmarks.make_adapters import adapter_bytes, write_adapter
@@ -81,16 +79,15 @@ def adapters_loaded(counts: Sequence[int]) -> int:
     return max(*counts, 2)
 
 
-def servers_of(names: Sequence[str], args: argparse.Namespace) -> list[Server]:
+def servers_of(engines: Sequence[Engine], args: argparse.Namespace) -> list[Server]:
     """Return two servers of each engine: with adapters and without."""
     size = adapter_bytes(Shape.of(args.model_path), args.rank)
     counts = (*sorted(args.counts, reverse=True), 0)
     found = []
-    for name in names:
-        plain = ENGINES[name](args.model_path, BASE)
-        flags = LORA[name](adapters_loaded(args.counts), args.rank, size)
-        found.append(Server(replace(plain, command=plain.command + flags), counts, scoped=name == "ours"))
-        found.append(Server(replace(plain, name=without(name))))
+    for plain in engines:
+        flags = LORA[plain.name](adapters_loaded(args.counts), args.rank, size)
+        found.append(Server(replace(plain, command=plain.command + flags), counts, scoped=plain.name == "ours"))
+        found.append(Server(replace(plain, name=without(plain.name))))
     return found
 
 
@@ -212,42 +209,17 @@ def run(servers: Sequence[Server], args: argparse.Namespace, printer: Printer, p
         printer.say(machine_line(results.probes))
     if TENANTS in args.only:
         printer.table(f"tenants: {title}, half A, half B", TENANTS_HEADER, results.tenant_rows())
-    for error in results.errors:
-        printer.say(f"failed: {error}")
-    if args.json:
-        versions = {server.engine.name: server.engine.version for server in servers}
-        options = {name: str(value) for name, value in vars(args).items()}
-        head = {"machine": machine(), "options": options, "engines": versions}
-        write_json(args.json, head | results.to_json())
-    return 1 if results.errors else 0
-
-
-def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the parser of a comma-separated list of some of ``names``, each once."""
-
-    def parse(text: str) -> list[str]:
-        found = text.split(",")
-        if not set(found) <= set(names) or len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(names)}, each once; got {text!r}")
-        return found
-
-    return parse
-
-
-def numbers(text: str) -> list[int]:
-    """Parse a comma-separated list of different numbers above 0. Raises ArgumentTypeError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts) or len({*map(int, parts)}) < len(parts):
-        raise argparse.ArgumentTypeError(f"expected numbers above 0, each once, such as 1,8,32; got {text!r}")
-    return [int(part) for part in parts]
+    versions = {server.engine.name: server.engine.version for server in servers}
+    write_json(args, {"engines": versions} | results.to_json())
+    return printer.failed(results.errors)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder")
-    add("--engines", type=one_of(list(LORA)), default=list(LORA), help="default: ours and vLLM, if it is installed")
-    add("--only", type=one_of(PARTS), default=list(PARTS), help=f"default: {','.join(PARTS)}")
+    add("--engines", type=some_of(LORA), default=list(LORA), help="default: ours and vLLM, if it is installed")
+    add("--only", type=some_of(PARTS), default=list(PARTS), help=f"default: {','.join(PARTS)}")
     add("--counts", type=numbers, default=[1, 8, 32], help="distinct adapters (default: 1,8,32)")
     add("--rank", type=int, default=16)
     add("--streams", type=int, default=SEQUENCES, help="at once (%(default)s, as many as the engines run)")
@@ -258,7 +230,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quiet-s", type=float, default=2.0, help="length of its phases without a call, in seconds")
     add("--seed", default="0", help="of the prompts")
     add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
-    add("--json", metavar="FILE", help="write everything seen; - for stdout")
+    json_flag(parser)
     args = parser.parse_args(argv)
     if not 2 <= args.streams <= SEQUENCES or max(args.counts) > args.streams:
         parser.error(f"--streams: 2 to {SEQUENCES}, and at least as many as adapters")
@@ -266,17 +238,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    printer = Printer()
-    servers = servers_of(args.engines, args)
-    for missing in {server.engine.missing for server in servers} - {None}:
-        printer.say(f"without a peer: {missing}")
-    servers = [server for server in servers if not server.engine.missing]
-    try:
-        return run(servers, args, printer) if servers else 2
-    except (*FAILURES, subprocess.CalledProcessError) as error:
-        printer.say(f"cannot go on: {type(error).__name__}: {error}")
-        return 2
+    args, printer = parse(argv), Printer()
+    servers = servers_of(installed(args.engines, args.model_path, BASE, printer.say), args)
+    return printer.exit_code(lambda: run(servers, args, printer)) if servers else 2
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import FAILURES, ServerError
+from benchmarks.lib.dialect import ServerError
 from benchmarks.lib.engines import SEQUENCES, ours
 from benchmarks.lib.processes import cpu_seconds
-from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.report import Printer, json_flag, write_json
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.workload import completion, prompt_ids
 
@@ -194,32 +194,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=int, default=128)
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")
-    add("--json", metavar="FILE", help="write the figures; - for stdout")
+    json_flag(parser)
     args = parser.parse_args(argv)
     if not 1 <= args.streams <= SEQUENCES:
         parser.error(f"--streams: 1 to {SEQUENCES}")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    printer = Printer()
-    try:
-        with tempfile.TemporaryDirectory(prefix="api-cost-") as folder:
-            costs = asyncio.run(run(args, Path(folder), printer.say))
-    except FAILURES as error:
-        printer.say(f"cannot go on: {type(error).__name__}: {error}")
-        return 2
+def report(args: argparse.Namespace, printer: Printer) -> int:
+    with tempfile.TemporaryDirectory(prefix="api-cost-") as folder:
+        costs = asyncio.run(run(args, Path(folder), printer.say))
     title = f"the API server at {args.streams} streams, medians of {args.repeats}"
     printer.table(title, HEADER, [row(*mine) for mine in costs.items()])
-    errors = [error for rounds in costs.values() for cost in rounds for error in cost.errors]
-    for line in errors:
-        printer.say(f"failed: {line[:300]}")
-    if args.json:
-        options = {name: str(value) for name, value in vars(args).items()}
-        cases = {name: [asdict(cost) for cost in rounds] for name, rounds in costs.items()}
-        write_json(args.json, {"machine": machine(), "options": options, "cases": cases})
-    return 1 if errors else 0
+    write_json(args, {"cases": {name: [asdict(cost) for cost in rounds] for name, rounds in costs.items()}})
+    return printer.failed([error for rounds in costs.values() for cost in rounds for error in cost.errors])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, printer = parse(argv), Printer()
+    return printer.exit_code(lambda: report(args, printer))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.contenders import Contender, RunningEngines
-from benchmarks.lib.dialect import FAILURES
-from benchmarks.lib.engines import ENGINES, Engine
+from benchmarks.lib.engines import ENGINES, Engine, installed
 from benchmarks.lib.loads import LOADS, Figures, Load
-from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
 
 Prober = Callable[[], Machine | None]
@@ -87,25 +85,17 @@ def run(
             began = time.perf_counter()
             done.append(asyncio.run(compare(running, load, args.served_model_name, args.seed, args.repeats, prober)))
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
-            if args.json:
-                write_json(args.json, to_json(running.contenders, done, shape, args))
+            write_json(args, to_json(running.contenders, done, shape))
         for contender in running.contenders:
             printer.say(contender.idle_description)
     rows = [row for compared in done for row in compared.rows(shape)]
     printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
     printer.say(machine_line([found for compared in done for found in compared.probes]))
-    errors = [error for compared in done for error in compared.errors]
-    for error in errors:
-        printer.say(f"failed: {error}")
-    return 1 if errors else 0
+    return printer.failed([error for compared in done for error in compared.errors])
 
 
-def to_json(
-    contenders: Sequence[Contender], done: Sequence[LoadComparison], shape: Shape, args: argparse.Namespace
-) -> dict[str, Any]:
+def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], shape: Shape) -> dict[str, Any]:
     return {
-        "machine": machine(),
-        "options": {name: str(value) for name, value in vars(args).items()},
         "step_bytes": shape.step_bytes,
         "engines": {
             c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "rest_s": c.rest_s, "frozen": c.frozen}
@@ -115,45 +105,26 @@ def to_json(
     }
 
 
-def chosen(text: str, known: Iterable[str]) -> list[str]:
-    """Split a comma-separated list of known names. Raises ArgumentTypeError."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, each once; got {text!r}")
-    return names
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder")
     add("--served-model-name", default="q05")
     ratios = "ratios are to the first one (default: ours and every peer that is installed)"
-    add("--engines", type=lambda text: chosen(text, ENGINES), default=list(ENGINES), help=ratios)
-    add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
+    add("--engines", type=some_of(ENGINES), default=list(ENGINES), help=ratios)
+    add("--loads", type=some_of(LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")
     add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
-    add("--json", metavar="FILE", help="written after every load")
+    json_flag(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    printer = Printer()
-    engines = [ENGINES[name](args.model_path, args.served_model_name) for name in args.engines]
-    for engine in engines:
-        if engine.missing:
-            printer.say(f"without {engine.name}: {engine.missing}")
-    engines = [engine for engine in engines if not engine.missing]
-    if not engines:
-        return 2
-    try:
-        return run(engines, [LOADS[name] for name in args.loads], args, printer)
-    except (*FAILURES, subprocess.CalledProcessError) as error:
-        printer.say(f"cannot go on: {type(error).__name__}: {error}")
-        return 2
+    args, printer = parse(argv), Printer()
+    engines = installed(args.engines, args.model_path, args.served_model_name, printer.say)
+    loads = [LOADS[name] for name in args.loads]
+    return printer.exit_code(lambda: run(engines, loads, args, printer)) if engines else 2
 
 
 if __name__ == "__main__":

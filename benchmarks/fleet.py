@@ -89,7 +89,7 @@ def table(rows: dict[str, Figures], ratio: float | None) -> str:
     """Return a table of the figures of each policy. ratio: see ``main``."""
     lines = [[name, *(show(figures) for show in COLUMNS.values())] for name, figures in rows.items()]
     end = "" if ratio is None else f"\nlongest session, ours over hashing's: {ratio:.2f} (median of the seeds' ratios)"
-    return plain_table(lines, ["policy", *COLUMNS]) + end
+    return plain_table(["policy", *COLUMNS], lines) + end
 
 
 def _be_quiet() -> None:

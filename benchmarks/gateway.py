@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.gateways.replica import MODEL
 from benchmarks.lib.processes import cpu_seconds, session_processes
-from benchmarks.lib.report import machine, write_json
+from benchmarks.lib.report import json_flag, markdown, percentile, write_json
 from benchmarks.lib.server import ServerProcess, free_port
 from benchmarks.lib.timeline import StreamLog
 
@@ -175,27 +175,23 @@ def table(phases: Sequence[Phase]) -> str:
     machine the fastest tenth of the tokens shows what a gateway adds, and the other columns what the machine does."""
     header = ("contender", "added, fastest tenth, ms", "added, median, ms", "added, p99, ms", "first token, ms",
               "requests/s", "gateway CPU s / 1,000 tokens", "all serving CPU s / 1,000 tokens")  # fmt: skip
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    rows = []
     names = list(dict.fromkeys(phase.contender for phase in phases))
     direct = [phase for phase in phases if phase.contender == "direct"]
     for name in sorted(names, key=lambda name: name != "direct"):
         mine = [phase for phase in phases if phase.contender == name]
         cells = [name]
         for percent in (10, 50, 99):
-            plain = [1e3 * _percentile(phase.delays, percent) for phase in direct]
-            shown = [1e3 * _percentile(phase.delays, percent) for phase in mine]
+            plain = [1e3 * percentile(phase.delays, percent) for phase in direct]
+            shown = [1e3 * percentile(phase.delays, percent) for phase in mine]
             added = [delay - without for delay, without in zip(shown, plain, strict=True)]
             cells.append(f"({median(shown):.2f})" if name == "direct" else f"{median(added):.2f}")
         first = 1e3 * median(median(p.first_tokens) for p in mine)
         rate, cpu = median(p.requests_per_s for p in mine), median(p.cpu_s for p in mine)
         serving = median(p.serving_cpu_s for p in mine)
         cells += [f"{first:.1f}", f"{rate:.1f}", f"{cpu:.3f}", f"{serving:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return quantiles(values, n=100)[percent - 1]
+        rows.append(cells)
+    return markdown(header, rows)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -208,21 +204,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle-s", type=float, default=3.0)
     parser.add_argument("--gateways-python", help="of the environment of smg, vllm-router and sglang-router")
     parser.add_argument("--ray-python", help="of an environment with ray[serve] and aiohttp")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    json_flag(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     phases = asyncio.run(run(args))
-    if args.json:
-        rounds = [
-            {"contender": p.contender, "first_token_ms": 1e3 * median(p.first_tokens),
-             "requests_per_s": p.requests_per_s, "gateway_cpu_s": p.cpu_s, "serving_cpu_s": p.serving_cpu_s,
-             "delay_ms": {percent: 1e3 * _percentile(p.delays, percent) for percent in (10, 25, 50, 75, 90, 99)}}
-            for p in phases
-        ]  # fmt: skip
-        write_json(args.json, {"machine": machine(), "rounds": rounds})
+    rounds = [
+        {"contender": p.contender, "first_token_ms": 1e3 * median(p.first_tokens),
+         "requests_per_s": p.requests_per_s, "gateway_cpu_s": p.cpu_s, "serving_cpu_s": p.serving_cpu_s,
+         "delay_ms": {percent: 1e3 * percentile(p.delays, percent) for percent in (10, 25, 50, 75, 90, 99)}}
+        for p in phases
+    ]  # fmt: skip
+    write_json(args, {"rounds": rounds})
     print(table(phases))
     return 0
 

@@ -24,17 +24,14 @@ import msgspec
 import numpy as np
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import collect_rarely
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.views.trace_file import tracing
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.remote_runner import RemoteRunner
-from fastdeploy.inter_communicator.runner_server import RunnerServer
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
 from fastdeploy.model_executor.models.interface import Model
@@ -128,23 +125,8 @@ def make_runner(num_blocks: int) -> ModelRunner:
     return runner
 
 
-def serve_runner(folder: str, num_blocks: int) -> None:
-    """Serve the runner. The main of its process (--runner-process)."""
-    RunnerServer(folder).serve(lambda: make_runner(num_blocks))
-
-
-def make_engine(
-    running: int, waiting: int, context: int, steps: int, endpoint: str, runner_folder: str | None
-) -> CommonEngine:
-    """Make the engine. runner_folder: for the sockets of a runner in another process; None: a runner in this one."""
+def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: str) -> CommonEngine:
     num_blocks = running * -(-(context + steps + SLACK) // 16) + 4096 // 16
-    runner: Runner
-    if runner_folder is None:
-        runner = make_runner(num_blocks)
-    else:
-        process = SPAWN.Process(target=serve_runner, args=(runner_folder, num_blocks), daemon=True)
-        process.start()
-        runner = RemoteRunner(runner_folder, process.sentinel)
     config = EngineConfig(
         model="",
         max_num_seqs=running,
@@ -152,7 +134,7 @@ def make_engine(
         max_num_batched_tokens=running * context,
         max_step_ms=1e6,
     )
-    return CommonEngine(config, runner, ZmqRouterTransport(endpoint))
+    return CommonEngine(config, make_runner(num_blocks), ZmqRouterTransport(endpoint))
 
 
 def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
@@ -169,15 +151,14 @@ def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
 
 def watch(engine: CommonEngine) -> Stopwatch:
     clock = Stopwatch()
-    runner = engine._runner
+    runner = cast(ModelRunner, engine._runner)
     clock.watch_method("messages in", engine._transport, "recv")
     clock.watch_method("plan", engine.scheduler, "plan")
     clock.watch_method("model runner", runner, "execute")
-    if isinstance(runner, ModelRunner):
-        watch_runner(clock, runner)
+    watch_runner(clock, runner)
     clock.watch_method("apply", engine.scheduler, "apply")
     clock.watch_method("metrics", engine.metrics, "observe_tokens")
-    clock.watch_method("outputs", engine.lifecycle.delivery, "send_outputs")
+    clock.watch_method("outputs", engine.delivery, "send_outputs")
     clock.watch_method("encode and send", engine._transport, "send")
     clock.watch_method("the rest of the loop", engine, "run_once")
     return clock
@@ -187,8 +168,7 @@ def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> lis
     """Measure ``steps`` steps of an engine with ``running`` sequences in the batch and ``waiting`` in the queue."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         endpoint = f"ipc://{folder}/engine"
-        runner_folder = folder if args.runner_process else None
-        engine = make_engine(args.running, waiting, args.context, args.steps, endpoint, runner_folder)
+        engine = make_engine(args.running, waiting, args.context, args.steps, endpoint)
         path = f"{folder}/trace.json" if traced else ""
         metrics, num_blocks = engine.metrics, engine.info.num_blocks
         stack.enter_context(tracing(path, 1 << 12, engine.events, "boot", num_blocks, metrics.trace_dropped.inc))
@@ -197,7 +177,7 @@ def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> lis
         other.start()
         connected.wait()
         try:
-            while not engine.lifecycle.delivery.clients:
+            while not engine.delivery.clients:
                 engine.run_once(block=True)
             submit(engine, args, args.running + waiting)
             running = engine.scheduler.running
@@ -254,8 +234,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="that are measured (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
-    what = "run the model runner in another process; its row is the time that the engine waits for it"
-    parser.add_argument("--runner-process", action="store_true", help=what)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--trace", action="store_true", help="measure the cost of a trace")
     args = parser.parse_args()

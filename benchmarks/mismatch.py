@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,10 +34,12 @@ import numpy as np
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.engines import Engine, vllm
+from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.trainers import TRAINERS, Sample, write_moved_weights
-from fastdeploy.embedded import MODEL_DIR, tokenizer
-from fastdeploy.embedded.arithmetic import problems
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import problems
+from fastdeploy.embedded import MODEL_DIR
 
 DTYPES = ("float32", "bfloat16")
 NAME = "moved"  # of the model, at the server
@@ -97,13 +98,12 @@ def difference(trainer: np.ndarray, server: np.ndarray) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    head = "| server | trainer | tokens | of these differ | kl | max \\|log r\\| | r |\n|---|---|---|---|---|---|---|"
-    lines = []
+    cells = []
     for row in rows:
         share, bounds = row["differ"] / row["tokens"], f"{row['ratio_min']:.4g} to {row['ratio_max']:.4g}"
-        figures = f"{row['tokens']} | {share:.0%} | {row['kl']:.2g} | {row['max_abs']:.2g} | {bounds}"
-        lines.append(f"| {row['server']} | {row['trainer']} | {figures} |")
-    return "\n".join([head, *lines])
+        figures = f"{share:.0%}", f"{row['kl']:.2g}", f"{row['max_abs']:.2g}", bounds
+        cells.append((row["server"], row["trainer"], row["tokens"], *figures))
+    return markdown(("server", "trainer", "tokens", "of these differ", "kl", "max \\|log r\\|", "r"), cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=4, help="answers to each problem")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--vllm", action="store_true", help="let vLLM sample too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    json_flag(parser)
     args = parser.parse_args(argv)
     rows = []
     with tempfile.TemporaryDirectory() as folder, workers() as pools:
@@ -129,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
     print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args, {"rows": rows})
     return 0
 
 

@@ -22,14 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fastdeploy import LLM, SamplingParams
-from fastdeploy.entrypoints.llm import RequestOutput
 
 EMBEDDED_PROMPTS, MODEL_PROMPTS = 48, 12
 EMBEDDED_VOCAB, BYTE_IDS = 61, 250  # prompts have smaller ids only
 MAX_TOKENS = 24
 
 
-def rows(outputs: Sequence[RequestOutput]) -> list[Any]:
+def rows(outputs: Sequence[Any]) -> list[Any]:
     """Return the tokens and logprobs of all choices, each number as hexadecimal digits that lose nothing."""
     return [
         [

@@ -14,18 +14,14 @@ import argparse
 import asyncio
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import FAILURES, Dialect
-from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.dialect import Dialect
+from benchmarks.lib.report import Printer, json_flag, write_json
 from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.workload import closed_loop, completion, prompt_ids
@@ -47,7 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-token-ids", action="store_true", help="for servers that refuse return_token_ids: count by usage")
     floor = "least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio"
     add("--floor-ms", type=float, metavar="MS", help=floor)
-    add("--json", metavar="FILE", help="write the figures; - for stdout")
+    json_flag(parser)
     args = parser.parse_args(argv)
     if args.rate is not None and args.rate <= 0 or args.concurrency < 1:
         parser.error("--rate and --concurrency must be above zero")
@@ -58,10 +54,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class RequestSender:
-    """Sends the requests of one run. ``tick`` is called at the end of each."""
+    """Sends the requests of one run."""
 
-    def __init__(self, client: Client, model: str, args: argparse.Namespace, tick: Callable[[], None]) -> None:
-        self._client, self._model, self._args, self._tick = client, model, args, tick
+    def __init__(self, client: Client, model: str, args: argparse.Namespace) -> None:
+        self._client, self._model, self._args = client, model, args
 
     async def one(self, index: int) -> StreamLog:
         args = self._args
@@ -70,12 +66,7 @@ class RequestSender:
             del body["return_token_ids"]
             body["stream_options"] = {"include_usage": True}
         stream = await self._client.stream("/v1/completions", body, f"{args.seed}-{index}")
-        log = await stream.wait_closed()
-        self._tick()
-        return log
-
-    async def closed(self, count: int, clients: int, first: int = 0) -> list[StreamLog]:
-        return await closed_loop(self.one, count, clients, first)
+        return await stream.wait_closed()
 
     async def open(self, count: int, rate: float) -> list[StreamLog]:
         """Send ``count`` requests with Poisson arrivals. A slow answer does not delay later requests."""
@@ -91,18 +82,11 @@ class RequestSender:
 async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
     client = Client(args.url)
     model, _ = await Dialect(client).model(args.model)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        warmup = progress.add_task("warm-up", total=args.warmup)
-        clients = 1 if args.rate else args.concurrency
-        load = RequestSender(client, model, args, lambda: progress.advance(warmup))
-        await load.closed(args.warmup, clients, first=10**6)
-        task = progress.add_task(f"{args.rate} req/s" if args.rate else f"{clients} streams", total=args.num_requests)
-        load = RequestSender(client, model, args, lambda: progress.advance(task))
-        if args.rate:
-            return model, summarize(await load.open(args.num_requests, args.rate))
-        return model, summarize(await load.closed(args.num_requests, clients))
+    load, clients = RequestSender(client, model, args), 1 if args.rate else args.concurrency
+    await closed_loop(load.one, args.warmup, clients, first=10**6)
+    if args.rate:
+        return model, summarize(await load.open(args.num_requests, args.rate))
+    return model, summarize(await closed_loop(load.one, args.num_requests, clients))
 
 
 def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> None:
@@ -122,22 +106,18 @@ def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> Non
     spreads = zip(names, (stats.ttft, stats.tpot, stats.itl, stats.e2e), strict=True)
     latencies = [[name, *(f"{1000 * x:.1f}" for x in (s.mean, *s.at.values()))] for name, s in spreads if s.count]
     printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), latencies)
-    for error in stats.errors:
-        printer.say(f"failed: {error[:300]}")
+
+
+def run(args: argparse.Namespace, printer: Printer) -> int:
+    model, stats = asyncio.run(measure(args))
+    show(args, stats, printer)
+    write_json(args, {"model": model, "stats": asdict(stats)})
+    return printer.failed(stats.errors) or int(not stats.completed)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    printer = Printer()
-    try:
-        model, stats = asyncio.run(measure(args))
-    except (*FAILURES, ValueError) as error:
-        printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
-        return 2
-    show(args, stats, printer)
-    if args.json:
-        write_json(args.json, {"model": model, "machine": machine(), "options": vars(args), "stats": asdict(stats)})
-    return 1 if stats.failed or not stats.completed else 0
+    args, printer = parse(argv), Printer()
+    return printer.exit_code(lambda: run(args, printer))
 
 
 if __name__ == "__main__":

@@ -111,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (*FAILURES, ValueError, subprocess.SubprocessError) as error:
         printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
-    for line in wrong:
-        printer.say(f"WRONG: {line}")
-    return 1 if wrong else 0
+    return printer.failed(wrong, "WRONG")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,14 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.adapters import one_of
 from benchmarks.lib.checkpoint import Checkpoint
 from benchmarks.lib.client import Client
 from benchmarks.lib.contenders import RunningEngines
-from benchmarks.lib.dialect import DIALECTS, FAILURES
-from benchmarks.lib.engines import ENGINES, Engine
+from benchmarks.lib.dialect import DIALECTS
+from benchmarks.lib.engines import Engine, installed
 from benchmarks.lib.perturb import perturbed_copy
-from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.update import Delta, Folder, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
 
@@ -130,44 +128,33 @@ def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer) -
                 checkpoint.close()
     found = {name: [medians(repeats) for repeats in each] for name, each in rows.items()}
     show(printer, found, f"{args.model_path.name}, {args.streams} streams, medians of {args.repeats}")
-    if args.json:
-        options = {name: str(value) for name, value in vars(args).items()}
-        head = {"machine": machine(), "options": options, "engines": {e.name: e.version for e in engines}}
-        each = {name: [[asdict(row) for row in repeats] for repeats in kinds] for name, kinds in rows.items()}
-        write_json(args.json, head | {"rows": each})
-    wrong = [f"{name}: {line}" for name, each in found.items() for row in each for line in row.wrong]
-    for line in wrong:
-        printer.say(f"WRONG: {line}")
-    return 1 if wrong else 0
+    each = {name: [[asdict(row) for row in repeats] for repeats in kinds] for name, kinds in rows.items()}
+    write_json(args, {"engines": {e.name: e.version for e in engines}, "rows": each})
+    return printer.failed(
+        [f"{name}: {line}" for name, rows in found.items() for row in rows for line in row.wrong], "WRONG"
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder with one model.safetensors")
-    add("--engines", type=one_of(["ours", "vllm"]), default=["ours", "vllm"], help="default: both, if installed")
-    add("--only", type=one_of(KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
+    add("--engines", type=some_of(["ours", "vllm"]), default=["ours", "vllm"], help="default: both, if installed")
+    add("--only", type=some_of(KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
     add("--streams", type=int, default=8)
     add("--prompt-tokens", type=int, default=512)
     add("--quiet-s", type=float, default=3.0, help="seconds of undisturbed generation before each update")
     add("--repeats", type=int, default=5)
     add("--scratch", type=Path, help="parent of the folder for the changed copy (the temporary folder)")
     add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
-    add("--json", metavar="FILE", help="write everything seen; - for stdout")
+    json_flag(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
-    engines = [ENGINES[name](args.model_path, SERVED) for name in args.engines]
-    for engine in engines:
-        if engine.missing:
-            printer.say(f"without a peer: {engine.missing}")
-    try:
-        return run([engine for engine in engines if not engine.missing], args, printer)
-    except (*FAILURES, ValueError, subprocess.CalledProcessError) as error:
-        printer.say(f"cannot go on: {type(error).__name__}: {error}")
-        return 2
+    engines = installed(args.engines, args.model_path, SERVED, printer.say)
+    return printer.exit_code(lambda: run(engines, args, printer))
 
 
 if __name__ == "__main__":

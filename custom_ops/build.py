@@ -45,12 +45,12 @@ class Unit(NamedTuple):
         return f"{Path(self.source).stem}_{self.flags[0].removeprefix('-DFD_ISA=') if self.flags else 'any'}.o"
 
 
-PORTABLE = ("api.cc", "background.cc", "cpu_features.cc", "delta.cc", "memory.cc", "pack.cc", "pack_lora.cc")
-PORTABLE += ("stage.cc", "staging.cc", "thread_pool.cc")
-VECTOR = ("linear.cc", "attention.cc", "layer.cc", "rows.cc", "sampling.cc")
-TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "roofline_probes.cc")
+# Files with kernels, once for each instruction set. All others are compiled once.
+VECTOR = ("linear/linear.cc", "attention/attention.cc", "layer.cc", "weights/rows.cc", "sampling.cc")
+TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", "layer.cc", "runtime/roofline_probes.cc")
+FILES = sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cc"))
 UNITS = (
-    [Unit(name, []) for name in PORTABLE]
+    [Unit(name, []) for name in FILES if name not in (*VECTOR, *TILED)]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
     + [Unit(name, AMX) for name in TILED]
 )
@@ -67,8 +67,8 @@ def find_compiler() -> str | None:
 def build_stamp() -> str:
     """Return a hash of the sources and flags. The library contains its own (``fd_build_stamp``)."""
     digest = hashlib.sha256(repr((COMMON, UNITS)).encode())
-    for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted([*SOURCES.rglob("*.cc"), *SOURCES.rglob("*.h")]):
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -79,7 +79,7 @@ def compile_library(compiler: str, target: Path, stamp: str) -> None:
 
         def compile_unit(unit: Unit) -> str:
             out = os.path.join(folder, unit.object_name)
-            flags = [*COMMON, *unit.flags, f'-DFD_BUILD_STAMP="{stamp}"']
+            flags = [*COMMON, *unit.flags, f"-I{SOURCES}", f'-DFD_BUILD_STAMP="{stamp}"']
             run([compiler, *flags, "-c", str(SOURCES / unit.source), "-o", out])
             return out
 

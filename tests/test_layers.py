@@ -42,10 +42,28 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
-# All that users import. The programs in examples/ import nothing else of ours, so that users can write the same.
+# All that users import. The programs in examples/ import nothing else of ours, so that users can write the same. Only
+# the task that they have in common is in a folder of its own.
 PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.embedded", "fastdeploy.core.errors")
-PROGRAMS = ("benchmarks", "examples")  # beside the package; nothing in it imports them
-WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("embedded", "model_executor", "worker", "rl.scoring")]
+SHARED_EXAMPLE = "examples.embedded_model"
+PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothing in it imports them
+# Of the programs that measure and check, the files that look inside the product. All others use what users import.
+INSIDE = (
+    "benchmarks.fleet",  # policies of routing
+    "benchmarks.fleet_pauses",
+    "benchmarks.host_time",
+    "benchmarks.lib.checkpoint",  # deltas, as bytes
+    "benchmarks.lib.fleet",  # a fleet of engines without a model
+    "benchmarks.lib.gateways",
+    "benchmarks.lib.ways.engine_main",  # the engine with a fault
+    "benchmarks.lib.ways.serve",
+    "benchmarks.ops",
+    "benchmarks.scoring",
+    "benchmarks.step",
+    "acceptance.fleet_chaos",
+    "acceptance.lib.chaos",
+)
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.scoring")]
 
 
 def module_name(path: Path) -> str:
@@ -111,13 +129,26 @@ def test_every_module_belongs_to_a_layer_and_the_package_imports_no_program():
             assert not any(layer_of(target) in PROGRAMS for target in imports_of(name)), name
 
 
-def test_an_example_imports_only_itself_and_what_users_import():
+def test_an_example_imports_only_itself_the_common_task_and_what_users_import():
     examples = [name for name in modules() if layer_of(name) == "examples"]
     assert examples
     for name in examples:
         own = ".".join(name.split(".")[:2])  # examples.NAME
         for target in imports_of(name):
-            assert f"{target}.".startswith(f"{own}.") or is_public(target), f"{name} imports {target}"
+            ours = f"{target}.".startswith((f"{own}.", f"{SHARED_EXAMPLE}."))
+            assert ours or is_public(target), f"{name} imports {target}"
+
+
+def test_only_the_listed_benchmarks_and_checks_look_inside_and_benchmarks_need_no_acceptance():
+    needed = set()
+    for name in modules():
+        if layer_of(name) in ("benchmarks", "acceptance"):
+            ours = {target for target in imports_of(name) if target.partition(".")[0] == "fastdeploy"}
+            assert name.startswith(INSIDE) or all(map(is_public, ours)), f"{name} imports {ours}"
+            needed |= {prefix for prefix in INSIDE if name.startswith(prefix) and not all(map(is_public, ours))}
+            if layer_of(name) == "benchmarks":
+                assert not any(layer_of(target) == "acceptance" for target in imports_of(name)), name
+    assert needed == set(INSIDE), "the list names a file that looks no longer inside"
 
 
 def is_public(name: str) -> bool:
@@ -125,18 +156,34 @@ def is_public(name: str) -> bool:
     return name in PUBLIC or any(name.startswith(f"{package}.") for package in PUBLIC[1:])
 
 
-def test_no_files_import_in_a_circle():
-    done: set[str] = set()
+def assert_no_circle(imports: dict[str, set[str]]) -> None:
+    """imports: what each name imports, by name."""
+    visited: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join((*path[path.index(name) :], name))
-        if name not in done:
-            for target in sorted(imports_of(name) - {"fastdeploy"}):
+        if name not in visited:
+            for target in sorted(imports[name]):
                 visit(target, (*path, name))
-            done.add(name)
+            visited.add(name)
 
-    for name in modules():
+    for name in imports:
         visit(name, ())
+
+
+def test_no_files_import_in_a_circle():
+    assert_no_circle({name: imports_of(name) - {"fastdeploy"} for name in modules()})
+
+
+def test_no_rooms_of_the_engine_import_in_a_circle():
+    rooms: dict[str, set[str]] = {}
+    for name in modules():
+        if layer_of(name) == "engine":
+            room = ".".join(name.split(".")[:3])
+            targets = {".".join(target.split(".")[:3]) for target in imports_of(name) if layer_of(target) == "engine"}
+            rooms.setdefault(room, set()).update(targets - {room})
+    assert len(rooms) > 5
+    assert_no_circle(rooms)
 
 
 @pytest.mark.parametrize("layer", WITHOUT_PADDLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -70,6 +71,15 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 ENGINES = {"ours": ours, "vllm": vllm, "openvino": openvino}
+
+
+def installed(names: Iterable[str], model: Path, served: str, say: Callable[[str], None]) -> list[Engine]:
+    """Return the engines of these names that can be started here. ``say`` gets how to install each of the others."""
+    engines = [ENGINES[name](model, served) for name in names]
+    for engine in engines:
+        if engine.missing:
+            say(f"without {engine.name}: {engine.missing}")
+    return [engine for engine in engines if not engine.missing]
 
 
 def _peer(name: str, package: str, command: tuple[str, ...], token_metric: str | None) -> Engine:

@@ -1,57 +1,53 @@
-"""Output of results: tables (rich on a terminal, plain text in a pipe) and JSON."""
+"""What all programs in benchmarks/ and acceptance/ share: tables, JSON, percentiles, lists in flags, and exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.lib.acceptance import Outcome
-from benchmarks.lib.verdicts import Check, PauseRun, token_gap
-
-VERDICT = {True: "pass", False: "FAIL", None: "n/a"}
-COLOUR = {True: "green", False: "bold red", None: "dim"}
+from benchmarks.lib.dialect import FAILURES
 
 
-# (item, scenario, beginning of the promise, what FastDeploy reported on its own machine and model)
-ACCEPTANCE = (
-    ("running streams", "abort", "running streams return partial", "8 streams, about 157 tokens each"),
-    ("waiting streams", "abort", "waiting streams return 0", "12 at once"),
-    ("KV blocks, before and after", "abort", "KV blocks", "11472 -> 11472"),
-    ("requests while paused", "abort", "refused while paused", "refused, 0 tokens"),
-    ("requests between the two flags", "wait", "refused in the window", "refused"),
-    ("new requests after the resume", "after", "resume and", "5 of 5"),
-    ("metrics", "after", "metrics at zero", "0 running, 0 waiting"),
-    ("no token while kept", "keep", "no token in the gap", "-"),
-    ("gap while kept", "keep", "the token gap equals", "-"),
-    ("text after keep", "against an undisturbed run of the same prompts", "keep: ", "-"),
-)
-
-
-def plain_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table with left-aligned columns, two spaces apart."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Format a table as Markdown. Each line ends with a newline."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def optional(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Format a cell; "-" for a value that is not known."""
+    return "-" if value is None else format(value * scale, form)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile, interpolated between the two nearest values; 0 without values."""
+    return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
 class Printer:
-    """Tables go to stdout, progress lines to stderr."""
+    """Tables go to stdout, as plain text unless it is a terminal. Progress lines go to stderr."""
 
     def __init__(self) -> None:
-        self.console = Console()
+        self._console = Console()
         self._progress = Console(stderr=True, highlight=False)
 
     def say(self, line: str) -> None:
@@ -61,79 +57,27 @@ class Printer:
         self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
     ) -> None:
         """Print a table. styles: a rich style for the last cell of each row."""
-        if not self.console.is_terminal:
-            print(f"\n{title}\n{plain_table(rows, header)}", flush=True)
+        if not self._console.is_terminal:
+            print(f"\n{title}\n{plain_table(header, rows)}", flush=True)
             return
-        table = Table(title=title, title_justify="left")
-        for name in header:
-            table.add_column(name)
+        table = Table(*header, title=title, title_justify="left")
         for row, style in zip(rows, styles or [""] * len(rows), strict=True):
             table.add_row(*map(Text, row[:-1]), Text(row[-1], style))
-        self.console.print(table)
+        self._console.print(table)
 
-    def checks(self, checks: Sequence[Check]) -> None:
-        for scenario in dict.fromkeys(check.scenario for check in checks):
-            mine = [check for check in checks if check.scenario == scenario]
-            rows = [(check.promise, check.seen, VERDICT[check.ok]) for check in mine]
-            self.table(f"{scenario}", ("promise", "seen", "verdict"), rows, [COLOUR[check.ok] for check in mine])
+    def failed(self, errors: Sequence[str], word: str = "failed") -> int:
+        """Say each error. Return the exit code: 1 if there is one."""
+        for error in errors:
+            self.say(f"{word}: {error[:300]}")
+        return 1 if errors else 0
 
-    def acceptance(self, outcome: Outcome) -> None:
-        """Print the acceptance table of FastDeploy's own pause, with its figures and those seen here."""
-        rows = [
-            (item, theirs, check.seen, VERDICT[check.ok])
-            for item, scenario, promise, theirs in ACCEPTANCE
-            for check in outcome.checks
-            if check.scenario == scenario and check.promise.startswith(promise)
-        ]
-        paused = "; ".join(f"{run.scenario} {run.pause_s:.3f} s" for run in outcome.runs)
-        rows.insert(0, ("pause time", "abort 0.342 s", paused, "-"))
-        self.table("acceptance", ("item", "FastDeploy", "seen", "verdict"), rows)
-
-    def measurements(self, runs: Sequence[PauseRun]) -> None:
-        header = ("scenario", "pause s", "in steps", "step ms", "all answered s", "resume ms", "next token ms")
-        rows = [[_show(value) for value in measure(run).values()][: len(header)] for run in runs]
-        self.table("pause times", header, rows)
-
-    def peer_comparison(self, ours: Sequence[PauseRun], theirs: Sequence[PauseRun]) -> None:
-        """Print the medians over the repeats of each scenario, ours and the peer's. The ratio is the peer's over ours,
-        above 1 if ours is faster."""
-        rows = []
-        for scenario in dict.fromkeys(run.scenario for run in ours):
-            for figure in ("pause_s", "pause_steps", "all_answered_s", "resume_ms", "next_token_ms"):
-                found = [
-                    [value for run in runs if run.scenario == scenario and (value := measure(run)[figure]) is not None]
-                    for runs in (ours, theirs)
-                ]
-                if all(found):
-                    mine, other = map(statistics.median, found)
-                    rows.append((scenario, figure, f"{mine:g}", f"{other:g}", f"{other / mine:.2f}" if mine else "-"))
-        self.table("beside the peer", ("scenario", "figure", "ours", "peer", "peer / ours"), rows)
-
-
-def measure(run: PauseRun) -> dict[str, Any]:
-    """Return the figures of one run, in seconds unless the name says otherwise; None for a figure it does not have."""
-    nexts = [
-        min(event.at for event in log.tokens if event.at > run.resume_called_at) - run.resume_called_at
-        for log in run.started
-        if token_gap(log, run.resume_called_at) is not None
-    ]
-    return {
-        "scenario": run.scenario,
-        "pause_s": round(run.pause_s, 4),
-        "pause_steps": round(run.pause_steps, 2) if run.step_s else None,
-        "step_ms": round(run.step_s * 1000, 3),
-        "all_answered_s": round(run.answered_s, 4) if run.scenario.startswith("abort") else None,
-        "resume_ms": round((run.resume_replied_at - run.resume_called_at) * 1000, 2),
-        "next_token_ms": round(max(nexts) * 1000, 1) if nexts else None,
-        "streams": len(run.streams),
-        "running_tokens": [log.num_tokens for log in run.started],
-        "waiting_tokens": sum(log.num_tokens for log in run.waiting),
-        "free_blocks": [run.before.free_blocks, run.loaded.free_blocks, run.paused.free_blocks],
-    }
-
-
-def _show(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    def exit_code(self, work: Callable[[], int]) -> int:
+        """Return what ``work`` returns; 2, after saying why, if a server cannot be started or driven."""
+        try:
+            return work()
+        except (*FAILURES, ValueError, subprocess.SubprocessError) as error:
+            self.say(f"cannot go on: {type(error).__name__}: {error}")
+            return 2
 
 
 def machine() -> dict[str, Any]:
@@ -144,10 +88,37 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write to ``path``, or to stdout for "-"."""
-    text = json.dumps(content, indent=2) + "\n"
-    if path == "-":
+def write_json(args: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Write the content, the machine and all options to ``args.json``, if it is given; to stdout for "-"."""
+    if not args.json:
+        return
+    options = {name: str(value) for name, value in vars(args).items()}
+    text = json.dumps({"machine": machine(), "options": options} | content, indent=2) + "\n"
+    if str(args.json) == "-":
         sys.stdout.write(text)
     else:
-        Path(path).write_text(text)
+        Path(args.json).write_text(text)
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return the parser of a comma-separated list of known names, each once."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, each once; got {text!r}")
+        return names
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    """Parse a comma-separated list of different numbers above 0. Raises ArgumentTypeError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts) or len({*map(int, parts)}) < len(parts):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, each once, such as 1,8,32; got {text!r}")
+    return [int(part) for part in parts]
+
+
+def json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write everything seen; - for stdout")

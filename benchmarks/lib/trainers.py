@@ -84,7 +84,7 @@ def by_paddle(folder: Path, samples: Sequence[Sample], dtype: str) -> np.ndarray
 
     import paddle
 
-    from fastdeploy.embedded.model import ModelConfig, Qwen3
+    from examples.embedded_model.model import ModelConfig, Qwen3
 
     settings = json.loads((folder / "config.json").read_text())
     config = ModelConfig(**{field.name: settings[field.name] for field in fields(ModelConfig)})

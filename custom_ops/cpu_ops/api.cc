@@ -7,11 +7,11 @@
 #include <exception>
 #include <new>
 
-#include "cpu_features.h"
 #include "kernels.h"
-#include "memory.h"
-#include "staging.h"
-#include "thread_pool.h"
+#include "runtime/cpu_features.h"
+#include "runtime/memory.h"
+#include "runtime/thread_pool.h"
+#include "weights/staging.h"
 
 using namespace fd;
 

@@ -1,8 +1,8 @@
 // The blocks of a decoder layer, and single linears. Compiled once per instruction set.
 #include <cstring>
 
-#include "linear.h"
-#include "thread_pool.h"
+#include "linear/linear.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace FD_ISA {

@@ -8,9 +8,9 @@
 #include <cstring>
 
 #include "kernels.h"
-#include "memory.h"
-#include "simd.h"
-#include "thread_pool.h"
+#include "runtime/memory.h"
+#include "runtime/simd.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace FD_ISA {

@@ -14,8 +14,8 @@ from examples.async_grpo.config import Settings, parse
 from examples.async_grpo.records import Display
 from examples.async_grpo.serving import ServerFailed, served
 from examples.async_grpo.trainer import Trainer
+from examples.embedded_model.tokenizer import END_ID
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.embedded.tokenizer import END_ID
 from fastdeploy.rl.client import RolloutClient
 
 TRAINER_THREADS = 1  # of Paddle: the server has the other core

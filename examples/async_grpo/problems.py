@@ -6,13 +6,21 @@ import asyncio
 import random
 from typing import Any
 
-from fastdeploy.embedded import tokenizer
-from fastdeploy.embedded.arithmetic import KINDS, LEVEL_WEIGHTS, LEVELS, Problem, is_correct, problems, random_problem
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import (
+    KINDS,
+    LEVEL_WEIGHTS,
+    LEVELS,
+    Problem,
+    is_correct,
+    problems,
+    random_problem,
+)
 from fastdeploy.rl.client import RolloutClient
 
 FLOOR = 0.05  # share that a kind and level keep when it is solved always or never
 MEMORY = 0.1  # weight of the newest group in the measured success
-HELDOUT_SEED, HELDOUT_MAX_TOKENS = 0, 384  # those of fastdeploy.embedded.evaluate
+HELDOUT_SEED, HELDOUT_MAX_TOKENS = 0, 384  # those of examples.embedded_model.evaluate
 
 
 class Curriculum:

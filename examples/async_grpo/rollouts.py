@@ -12,8 +12,8 @@ from typing import Literal
 from examples.async_grpo.config import Settings
 from examples.async_grpo.problems import Curriculum
 from examples.async_grpo.records import Records
-from fastdeploy.embedded import tokenizer
-from fastdeploy.embedded.arithmetic import is_correct
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import is_correct
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.rollout import Rollout, TokenSpan

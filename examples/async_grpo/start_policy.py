@@ -24,10 +24,11 @@ from pathlib import Path
 import paddle
 
 from examples.async_grpo.config import START_POLICY
-from fastdeploy.embedded import MODEL_DIR, arithmetic
-from fastdeploy.embedded.checkpoint import load, save
-from fastdeploy.embedded.model import Qwen3
-from fastdeploy.embedded.train import Answer, batches, mean_loss, solution
+from examples.embedded_model import arithmetic
+from examples.embedded_model.checkpoint import load, save
+from examples.embedded_model.model import Qwen3
+from examples.embedded_model.train import Answer, batches, mean_loss, solution
+from fastdeploy.embedded import MODEL_DIR
 
 WARMUP_STEPS = 50
 WORKS = {1: 0.7, 2: 0.25, 3: 0.15, 4: 0.1}

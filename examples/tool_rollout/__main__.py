@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from examples.embedded_model import arithmetic, tokenizer
 from examples.tool_rollout.agent import Agent
 from examples.tool_rollout.disturb import disturb
 from examples.tool_rollout.rollout import ToolRollout
-from fastdeploy.embedded import arithmetic, tokenizer
 from fastdeploy.rl.client import RolloutClient
 
 MIN_CACHED = 0.99

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import Problem, is_correct
 from examples.tool_rollout.calculator import CalculatorError, calculate, step_result
 from examples.tool_rollout.rollout import ToolRollout
-from fastdeploy.embedded import tokenizer
-from fastdeploy.embedded.arithmetic import Problem, is_correct
 from fastdeploy.rl.client import RolloutClient
 
 EQUALS = ord("=")  # the embedded model's tokens are bytes

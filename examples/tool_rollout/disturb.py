@@ -9,7 +9,8 @@ from collections import Counter
 from itertools import cycle
 from typing import Any, Literal
 
-from fastdeploy.embedded import MODEL_DIR, checkpoint
+from examples.embedded_model import checkpoint
+from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.client import RolloutClient
 
 PERIOD_S = 2.0

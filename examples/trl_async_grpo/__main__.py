@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples.embedded_model.arithmetic import problems
 from examples.trl_async_grpo import task, without_gpu
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.arithmetic import problems
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 
 
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     sha256 = {name: hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest() for name, p in parameters}
     return {
         "log": trainer.state.log_history,
-        "publications": [vars(p) | {"reports": [r.result for r in p.reports]} for p in transfer.publications],
+        "publications": [vars(p) for p in transfer.publications],
         "sha256": sha256,
     }
 

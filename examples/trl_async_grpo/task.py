@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdeploy.embedded import tokenizer
-from fastdeploy.embedded.arithmetic import Problem, is_correct, make_problem, problems
+from examples.embedded_model import tokenizer
+from examples.embedded_model.arithmetic import Problem, is_correct, make_problem, problems
 from fastdeploy.rl.sync_client import SyncRolloutClient
 
 # How TRL finds the text of an answer in the embedded model's chat template: all, up to the end token.

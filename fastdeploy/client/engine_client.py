@@ -18,7 +18,7 @@ from typing import Any
 from fastdeploy.client.connection import Connection, Connector
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
 

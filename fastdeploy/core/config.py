@@ -10,8 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.files import SHARED_MEMORY
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
-from fastdeploy.core.shared_files import SHARED_MEMORY
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -34,7 +34,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_num_seqs: sequences in one step.
         max_num_batched_tokens: tokens in one step.
         max_step_ms: longest time that a step with prefill should take.
-        runner_process: run the model in a process of its own.
         heartbeat_s: time between two heartbeats to the API servers.
         engines_on_host: engines that share this machine; each takes its part of the memory that is free.
 
@@ -86,7 +85,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_step_ms: float = 250.0
     enable_prefix_caching: bool = True
     heartbeat_s: float = 1.0
-    runner_process: bool = False
     lost_commit: bool = False
     short_lives: int = 0
     model_roots: tuple[str, ...] = ()

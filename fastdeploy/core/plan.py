@@ -1,8 +1,7 @@
 """Messages between scheduler and runner: a StepPlan to the runner, a StepResult back.
 
-msgspec can encode all of them, so a runner may live in another process. No message refers to an object of the
-scheduler. A NewSequence and a ScheduledChunk are arrays on the wire. These two and Sampled are not tracked by the
-garbage collector, since they cannot be part of a cycle.
+All of them are plain values that msgspec can encode. No message refers to an object of the scheduler. A NewSequence, a
+ScheduledChunk and a Sampled are not tracked by the garbage collector, since they cannot be part of a cycle.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 
 
-class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class NewSequence(msgspec.Struct, frozen=True, gc=False):
     """The constants of a sequence while it is in the batch. The runner gets them once.
 
     key: (request id, number of the choice). Random numbers depend on the number of the choice.
@@ -31,7 +30,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     banned_before: int = 0
 
 
-class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     """Compute ``count`` tokens of one sequence, at positions start, start+1, ...
 
     sequence: a small number. The runner keeps the tokens and the block table of each number, until a chunk with ``new``

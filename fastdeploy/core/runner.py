@@ -9,9 +9,6 @@ from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 
 
-def nothing() -> None: ...
-
-
 class ChunkReceipt(NamedTuple):
     """Number of tensors of one source, and of their bytes."""
 
@@ -191,9 +188,6 @@ class Runner(Protocol):
         """Take the memory of ``tags`` again, with an empty KV cache and the same weights bit for bit. read: the
         WeightMove of ``begin_wake``, which has run, or None: there are no weights until a commit then. Raises
         OutOfSpace if memory is short; then nothing has changed."""
-
-    def check_alive(self) -> None:
-        """Raise EngineError if the runner can never answer again, since its process has ended."""
 
     def close(self) -> None:
         """Free everything. The runner cannot be used afterwards."""

@@ -1,66 +1,22 @@
-"""The gateway that leads this engine, and the calls that only the gateway may make.
+"""The gateway that leads this engine.
 
 An engine that no gateway has led takes every call from every client. From the first LeadArgs on, the engine belongs to
 a fleet for as long as it runs: only the connection that leads may change its state, also after the end of the lease.
-So nobody changes the state of one replica alone while the fleet has no gateway.
+So nobody changes the state of one replica alone while the fleet has no gateway. Each call declares who may make it, see
+inter_communicator/control_call.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
-from enum import Enum
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, NotLeader
-from fastdeploy.engine.updates.weight_checks import MAX_EPOCH, check_label, check_seconds
+from fastdeploy.engine.field_checks import MAX_EPOCH, check_label, check_seconds
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
-
-
-class Access(Enum):
-    """The callers that may make a call while the engine belongs to a fleet."""
-
-    ANYONE = "anyone"  # it changes nothing, or has rules of its own
-    LEADER = "leader"
-    SESSION = "session"  # anyone who names a weight session: its id is the permission. Otherwise the leader
-    OWN_REQUESTS = "own requests"  # anyone, for requests of this connection by their ids. Otherwise the leader
-
-
-# Every call has its entry.
-ACCESS: dict[type, Access] = {
-    m.PauseArgs: Access.LEADER,
-    m.ResumeArgs: Access.LEADER,
-    m.RenewArgs: Access.LEADER,
-    m.PauseStatusArgs: Access.ANYONE,
-    m.UpdateWeightsArgs: Access.LEADER,
-    m.BeginUpdateArgs: Access.LEADER,
-    m.UpdateChunkArgs: Access.SESSION,
-    m.CheckUpdateArgs: Access.SESSION,  # asks whether an upload is refused, before it comes
-    m.CommitUpdateArgs: Access.LEADER,
-    m.AbortUpdateArgs: Access.LEADER,
-    m.LoadAdapterArgs: Access.LEADER,
-    m.LookUpAdapterArgs: Access.LEADER,
-    m.EndLoadArgs: Access.LEADER,
-    m.UnloadAdapterArgs: Access.LEADER,
-    m.AdaptersArgs: Access.ANYONE,
-    m.ExportAdapterArgs: Access.ANYONE,
-    m.SetVersionArgs: Access.LEADER,
-    m.ResetArgs: Access.LEADER,
-    m.ResetCacheArgs: Access.LEADER,
-    m.SleepArgs: Access.LEADER,
-    m.WakeArgs: Access.LEADER,
-    m.AbortArgs: Access.OWN_REQUESTS,
-    m.WeightInfoArgs: Access.ANYONE,
-    m.ModelInfoArgs: Access.ANYONE,
-    m.MetricsArgs: Access.ANYONE,
-    m.EventsArgs: Access.ANYONE,
-    m.LeadArgs: Access.ANYONE,
-    m.FleetStateArgs: Access.ANYONE,
-    m.ExportWeightsArgs: Access.ANYONE,
-    m.RetainedArgs: Access.ANYONE,
-}
 
 
 class Leadership:
@@ -100,16 +56,8 @@ class Leadership:
 
     def check(self, args: m.Args, client: str) -> None:
         """Raise NotLeader if ``client`` may not make this call now."""
-        if not self.term or client == self.gateway:
-            return
-        match ACCESS[type(args)], args:
-            case Access.ANYONE, _:
-                return
-            case Access.SESSION, m.UpdateChunkArgs(session_id=str()) | m.CheckUpdateArgs(session_id=str()):
-                return
-            case Access.OWN_REQUESTS, m.AbortArgs(request_ids=list(), abort_all=False, lora_name=None):
-                return
-        raise self._refusal("this call changes the state of the engine")
+        if not self.leads(client) and args.needs_leader():
+            raise self._refusal("this call changes the state of the engine")
 
     def note_change(self, change: int, client: str) -> None:
         """Note that a call of the leader has come as a change of the whole fleet. 0 = it is none."""

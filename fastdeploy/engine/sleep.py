@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, PauseTimeout, StagingTimeout, WrongOrder
 from fastdeploy.core.runner import Runner, WeightMove
 from fastdeploy.engine.adapters.reads import AdapterReads
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import SYSTEM
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
@@ -75,6 +76,7 @@ class Sleeper:
 
     # ------------------------------------------------------------------ sleep
 
+    @handles(SleepArgs)
     def sleep(self, args: SleepArgs, answer: Answer) -> None:
         """Pause, then give the memory back. ``answer`` is called once, at success or failure. After a failure, such as
         the end of ``timeout_s``, nothing has changed and the hold of this call is released."""
@@ -172,6 +174,7 @@ class Sleeper:
 
     # ------------------------------------------------------------------ wake-up
 
+    @handles(WakeArgs)
     def wake(self, args: WakeArgs, answer: Answer) -> None:
         """Take memory again, once the weights are read back. The hold is released when nothing sleeps any more.
         ``answer`` is called once. Raises WrongOrder or OutOfSpace. After an error nothing has changed."""

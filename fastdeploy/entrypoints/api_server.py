@@ -18,10 +18,9 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import ServeConfig, from_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
 from fastdeploy.http.guards.keys import NO_KEYS, Keys, take_keys

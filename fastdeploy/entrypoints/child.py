@@ -1,4 +1,4 @@
-"""One child process of the supervisor, or of the engine."""
+"""One child process of a parent that watches it."""
 
 from __future__ import annotations
 

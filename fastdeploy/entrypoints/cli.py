@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fastdeploy import __version__
 from fastdeploy.core.config import DTYPES, PAUSE_MODES, STANDBY_POLICIES, EngineConfig, ServeConfig, is_loopback
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import VERSION, setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
 from fastdeploy.entrypoints.fleet_flags import (
     DEFAULT_REPLICAS,
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. The defaults of flags are those of the configs."""
     parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     _add_serve_flags(serve)
@@ -123,7 +122,6 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
-    add("--runner-process", action="store_true", help="run the model in a separate process")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
     text = "write a trace for Perfetto; a file that exists is kept, and NAME.2.json and so on are written (none)"
     add("--trace", default=engine.trace, metavar="FILE", help=text)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
@@ -76,10 +75,8 @@ class Lifeline:
         os._exit(1)
 
 
-def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
+def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
     """Load the model. Raises FastDeployError or OSError if the model cannot be served."""
-    if config.runner_process:
-        return load_runner(config, socket_dir)
     # The import of Paddle sets signal handlers that print a trace and kill the process.
     with stop_signals_deferred():
         from fastdeploy.model_executor import paddle
@@ -99,7 +96,7 @@ def serve(
 ) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
-    from fastdeploy.engine.requests.retained_log import RetainedLog
+    from fastdeploy.engine.requests.retention import RetainedLog
     from fastdeploy.engine.warm_up import warm_up
 
     boot_id = uuid.uuid4().hex
@@ -155,7 +152,7 @@ def main() -> int:
     try:
         fleet_key = take_fleet_key(os.environ)
         require_fleet_key(config.fleet_endpoint, fleet_key)
-        runner = load(config, lifeline, args.socket_dir)
+        runner = load(config, lifeline)
         transport = listen(config, args.socket_dir, fleet_key)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))

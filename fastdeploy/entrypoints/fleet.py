@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, BackOff, ProcessTree

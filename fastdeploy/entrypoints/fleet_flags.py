@@ -13,7 +13,7 @@ import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
@@ -39,7 +39,6 @@ def add_fleet_flags(add: Callable[..., Any]) -> None:
     text = "name of the fleet on Ray; the next gateway of this name finds its replicas (%(default)s)"
     add("--name", default=ray.name, help=text)
     add("--replica-cpus", type=float, default=ray.replica_cpus, help="cores of each replica on Ray (%(default)g)")
-    add("--replica-gpus", type=float, default=ray.replica_gpus, help="GPUs of each replica on Ray (%(default)g)")
     add("--keep-replicas", action="store_true", help="let the replicas on Ray run on when this command is stopped")
     text = "a replica that has not answered for so long is cut off and started again (%(default)g)"
     add("--fence-after-s", type=float, default=defaults.fence_after_s, help=text)
@@ -76,7 +75,6 @@ def _ray_config(args: argparse.Namespace) -> RayConfig:
         replicas=DEFAULT_REPLICAS if args.replicas is None else args.replicas,
         address=args.ray,
         replica_cpus=args.replica_cpus,
-        replica_gpus=args.replica_gpus,
         keep_replicas=args.keep_replicas,
         stop_s=args.shutdown_s / 4,
     ).check()

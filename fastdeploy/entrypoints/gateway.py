@@ -20,10 +20,9 @@ import msgspec
 import uvloop
 
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import from_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher

@@ -23,7 +23,7 @@ from fastdeploy.fleet.launcher import Placement
 logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 KILL_S = 2.0  # for the answer to a kill, before Ray kills the process itself
-EXTRA = "pip install 'fastdeploy-cpu[ray]', or 'fastdeploy-gpu[ray]'"
+EXTRA = "pip install 'fastdeploy-cpu[ray]'"
 
 
 class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,14 +31,13 @@ class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: of the fleet; its actors are in the namespace "fastdeploy-NAME". address: HOST:PORT of Ray's head; "auto" =
     the cluster that this host belongs to. replicas: how many there are at least; those that a former gateway left
-    behind are counted. replica_cpus, replica_gpus: what Ray reserves for each replica. keep_replicas: they run on when
-    the gateway is closed, for the next one. stop_s: seconds for the orderly end of a replica."""
+    behind are counted. replica_cpus: cores that Ray reserves for each replica. keep_replicas: they run on when the
+    gateway is closed, for the next one. stop_s: seconds for the orderly end of a replica."""
 
     name: str
     replicas: int
     address: str = "auto"
     replica_cpus: float = 1.0
-    replica_gpus: float = 0.0
     keep_replicas: bool = False
     stop_s: float = 15.0
 
@@ -50,9 +49,8 @@ class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise InvalidField("ray", f"expected HOST:PORT of Ray's head, got {self.address!r}")
         if self.replicas < 1:
             raise InvalidField("replicas", f"expected an integer above 0, got {self.replicas}")
-        for field in ("replica_cpus", "replica_gpus"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise InvalidField(field, f"expected a number from 0, got {getattr(self, field)}")
+        if not 0 <= self.replica_cpus < float("inf"):
+            raise InvalidField("replica_cpus", f"expected a number from 0, got {self.replica_cpus}")
         return self
 
     @property
@@ -208,7 +206,6 @@ class RayLauncher:
             max_restarts=-1,
             scheduling_strategy="SPREAD",
             num_cpus=config.replica_cpus,
-            num_gpus=config.replica_gpus,
         )
         return actor_class.remote(name, self._spec)
 

@@ -5,8 +5,8 @@ Events to the parent: "serving" {url, endpoint, host} when the API servers answe
 each restart of the engine; "refused" {why}; "alive" about each second, so that the parent sees whether this process is
 stopped. The system kills the replica when its parent dies.
 
-All processes but a separate runner are in the process group of the replica, which has its number. So the parent kills
-them with one SIGKILL, even if they are stopped; the runner ends with its engine. SIGTERM ends them in order.
+All processes are in the process group of the replica, which has its number. So the parent kills them with one SIGKILL,
+even if they are stopped. SIGTERM ends them in order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
-from fastdeploy.core.host import host_id
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.http.guards.keys import take_keys
 from fastdeploy.inter_communicator.event_pipe import EventPipe

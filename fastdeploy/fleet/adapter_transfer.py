@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from msgspec.structs import replace
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import ADAPTER_TENSORS, FolderSource
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica

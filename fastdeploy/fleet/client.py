@@ -20,13 +20,13 @@ from fastdeploy.fleet.dispatch import Dispatcher
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.lookups import Lookups
 from fastdeploy.fleet.membership import MakeConnector, Membership
-from fastdeploy.fleet.plans import READS
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.fleet.waiting import ENDS, Ending
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.control_call import Access
 
 if TYPE_CHECKING:
     import httpx
@@ -236,7 +236,7 @@ class FleetClient:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
-        if not isinstance(args, READS):
+        if args.access is not Access.READ:
             await self._until_begun()
             self.membership.leadership.require()
         if isinstance(args, m.LoadAdapterArgs):

@@ -1,4 +1,4 @@
-"""Control calls over all replicas: one transaction each, see fleet/transaction.py and fleet/plans.py."""
+"""Control calls over all replicas: one transaction each, see fleet/transaction.py and fleet/calls.py."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import msgspec
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, NotLeader, from_wire
 from fastdeploy.core.weight_source import FolderSource, Source
+from fastdeploy.fleet.call import Context
+from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
 from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.control_call import Access
 
 
 class FleetControl:
@@ -89,7 +90,7 @@ class FleetControl:
             self._timer.cancel()
             self._timer = None
         due = [hold.expires_at for hold in self.state.holds.values() if hold.expires_at is not None]
-        due += [session.expires_at for session in self.state.sessions.values() if session.open]
+        due += [session.expires_at for session in self.state.weight_sessions.values() if session.open]
         if due and not self._closed:
             self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
 
@@ -151,22 +152,21 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if self.deposed is not None and not isinstance(args, READS):
+        if self.deposed is not None and args.access is not Access.READ:
             raise NotLeader(self.deposed.message)
         replicas, in_quorum = self._quorum(), True
-        if not replicas and isinstance(args, READS):
+        if not replicas and args.access is Access.READ:
             replicas, in_quorum = self._connected(), False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")
         members = {replica.name: replica for replica in replicas}
-        plan = plan_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
-        plan.sources = sources
-        participants = [members[name] for name in plan.participants(list(members))]
+        call = call_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
+        call.sources = sources
+        participants = [members[name] for name in call.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
-        shows_replicas = not isinstance(args, UNCHANGED)
         ending = self._end_requests(args)
         run = RunningCall(
-            plan, participants, self._config, shows_replicas, ending, self.fence, self._ended, self._depose
+            call, participants, self._config, args.shows_replicas, ending, self.fence, self._ended, self._depose
         )
         self._runs[run] = None
         run.start()
@@ -198,7 +198,7 @@ class FleetControl:
             for (scope, hold_id), hold in self.state.holds.items()
             if hold.expires_at is not None and hold.expires_at <= now
         ]
-        for session in [s for s in self.state.sessions.values() if s.open and s.expires_at <= now]:
+        for session in [s for s in self.state.weight_sessions.values() if s.open and s.expires_at <= now]:
             calls.append(m.AbortUpdateArgs(session.id))
             self.state.close_session(session)
         for args in calls:

@@ -21,15 +21,13 @@ import msgspec
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
-from fastdeploy.fleet.rebuild import MODES, SYSTEM, Report, new_fleet, republish_hold
+from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import REPUBLISH, FleetAdapter, FleetState
+from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
 from fastdeploy.fleet.transfer import WeightTransfer
 from fastdeploy.inter_communicator import messages as m
 

@@ -15,18 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
-from fastdeploy.fleet.state import REPUBLISH, FleetAdapter, FleetHold, FleetState
+from fastdeploy.fleet.state import REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetHold, FleetState, stronger_terms
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
 
 Report = Mapping[str, Any]  # an answer to FleetStateArgs
-MODES = ("wait", "keep", "abort")  # in order of strength
-ADMISSIONS = ("hold", "reject")
 SYSTEM = "system"  # placed_by of the engines' own holds
 
 
@@ -106,10 +100,7 @@ def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: Report, now: float,
     )
     expires_at = None if left_s is None else now + max(left_s - slack_s, 0.0)
     if (other := holds.get(key)) is not None:
-        mode, admission = max(args.mode, other.args.mode, key=MODES.index), args.admission or ADMISSIONS[0]
-        admission = max(admission, other.args.admission or ADMISSIONS[0], key=ADMISSIONS.index)
-        anonymous = args.anonymous and other.args.anonymous
-        args = msgspec.structs.replace(args, mode=mode, admission=admission, anonymous=anonymous)
+        args = stronger_terms(args, other.args)
         ends = (expires_at, other.expires_at)
         expires_at = None if None in ends else max(end for end in ends if end is not None)
     holds[key] = FleetHold(args, expires_at)

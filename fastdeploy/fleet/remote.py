@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from fastdeploy.core.early_reply import EarlyReply
 from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
-from fastdeploy.core.host import host_id
-from fastdeploy.core.safe_files import open_regular
-from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.files import SHARED_MEMORY, open_regular
+from fastdeploy.core.process import host_id
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import FileSource, WholeSource
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy.core.outputs import ADAPTER_UNLOADED
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
 
 if TYPE_CHECKING:

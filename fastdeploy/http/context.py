@@ -20,7 +20,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields, part_id
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
-from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
+from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 from fastdeploy.http.upload_files import UploadFiles

@@ -4,15 +4,20 @@ A client sends ``ToEngine`` messages and receives ``ToClient`` messages. Both di
 FenceAck proves that the client has received everything that was sent before the Fence.
 """
 
+# ruff: noqa: F401  the calls of weight_calls are names of this module too
+
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.served_weights import WHOLE_ENGINE
+from fastdeploy.inter_communicator.control_call import Access, Args
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -54,11 +59,11 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     so that a later gateway can tell an engine that missed changes."""
 
     call_id: int
-    args: Args
+    args: AnyArgs
     change: int = 0
 
 
-class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class PauseArgs(Args, frozen=True):
     """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
     on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous.
     scope: id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as
@@ -76,14 +81,14 @@ class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     anonymous: bool = False
 
 
-class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class ResumeArgs(Args, frozen=True):
     """Release a hold of the scope. hold_id: None = all anonymous holds."""
 
     hold_id: str | None = None
     scope: str = WHOLE_ENGINE
 
 
-class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class RenewArgs(Args, frozen=True):
     """Let a hold end ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with HoldNotFound if
     there is no such hold."""
 
@@ -92,11 +97,12 @@ class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     scope: str = WHOLE_ENGINE
 
 
-class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class PauseStatusArgs(Args, frozen=True):
+    access = Access.READ
     scope: str = WHOLE_ENGINE
 
 
-class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class AbortArgs(Args, frozen=True):
     """End requests with reason "abort" and the tokens that they have. One of the three fields must be given. lora_name:
     all requests of this adapter. A name that nobody knows has none, and is reported like an unknown id: a trainer may
     abort before it loads the name for the first time. While a gateway leads, another connection ends only its own
@@ -108,8 +114,12 @@ class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     abort_all: bool = False
     lora_name: str | None = None
 
+    def needs_leader(self) -> bool:
+        """Anyone may end requests of the same connection, by their ids."""
+        return self.request_ids is None or self.abort_all or self.lora_name is not None
 
-class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+
+class SetVersionArgs(Args, frozen=True):
     """Give the weights that serve another label, which later tokens carry. Nothing else changes.
 
     Two fields are for an engine that joins a fleet and has the fleet's tensors. weight_epoch: also another number, not
@@ -120,21 +130,21 @@ class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] | None = None
 
 
-class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class ResetArgs(Args, frozen=True):
     """Abort all requests, release anonymous holds, end the open session and all loads of adapters, unload all adapters
     and clear the KV, for a trainer that starts again. version: new label of the weights."""
 
     version: str | None = None
 
 
-class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class ResetCacheArgs(Args, frozen=True):
     """Forget all cached prefixes. running: requests in flight lose their KV too, and are recomputed. Reply: {"success":
     true, "requests_to_recompute": n}. Works in every state."""
 
     running: bool = False
 
 
-class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class SleepArgs(Args, frozen=True):
     """Give memory back to the system, behind a pause with the system hold "sleep". The reply comes afterwards.
 
     tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
@@ -151,7 +161,7 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     timeout_s: float = 60.0
 
 
-class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class WakeArgs(Args, frozen=True):
     """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep. The
     reply comes when the weights are read back. StagingTimeout if that takes longer than --stage-timeout-s: the weights
     sleep on, and the call may be repeated.
@@ -162,20 +172,23 @@ class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tags: tuple[str, ...] = ()
 
 
-class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class WeightInfoArgs(Args, frozen=True):
     """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "eos_token_ids",
     "dtype": of the weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}.
     checksums: reply also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of
     them}."""
 
+    access = Access.READ
+
     checksums: bool = False
 
 
-class ModelInfoArgs(msgspec.Struct, frozen=True, tag=True):
-    pass
+class ModelInfoArgs(Args, frozen=True):
+    access = Access.READ
+    shows_replicas = False
 
 
-class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class LeadArgs(Args, frozen=True):
     """Make the connection of this call the only one that may change the engine's state, as the gateway of a fleet does.
     Repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
     NotLeader, which names the leader; calls that only read are not. The end of the lease lets another controller lead,
@@ -187,6 +200,8 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. Reply: that of
     FleetStateArgs."""
 
+    access = Access.ANYONE
+
     fleet: str
     controller: str
     term: int
@@ -194,7 +209,7 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     past_adapter_epoch: int = 0
 
 
-class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
+class FleetStateArgs(Args, frozen=True):
     """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
     the fields of CommittedState (core/served_weights.py), "phase", "is_paused", "rejecting_new_requests", "holds": [as
     in PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to
@@ -203,26 +218,35 @@ class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     [term, number] of the last change that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has
     led."""
 
+    access = Access.READ
 
-class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+
+class ExportWeightsArgs(Args, frozen=True):
     """Write the weights that serve to a new file in the upload folder, as safetensors with the names and types of a
     checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller deletes the
     file. UpdateInProgress if a commit changed the weights meanwhile."""
 
+    access = Access.ANYONE
+
     timeout_s: float | None = None
 
 
-class RetainedArgs(msgspec.Struct, frozen=True, tag=True):
+class RetainedArgs(Args, frozen=True):
     """Reply: {"known": whether a request with this id runs here or has a retained result}."""
+
+    access = Access.READ
 
     request_id: str
 
 
-class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
+class MetricsArgs(Args, frozen=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
+    access = Access.READ
+    shows_replicas = False
 
-class EventsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+
+class EventsArgs(Args, frozen=True):
     """Ask for the state and for what has happened since the last call, for viewers of /ui. An API server calls only
     while it has viewers. after: "next" of the last reply; 0 at first. requests: reply the live requests too.
 
@@ -230,19 +254,18 @@ class EventsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     came too fast to be kept, "state": {...}, "requests": [...] if asked for or if events were lost}. After a restart of
     the engine "next" counts from 0 again; "boot_id" of the state tells the restart."""
 
+    access = Access.READ
+    one_member = True
+    shows_replicas = False
+
     after: int = 0
     requests: bool = False
 
 
-PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
-WeightCall = (
-    UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
-)
-AdapterCall = LoadAdapterArgs | LookUpAdapterArgs | EndLoadArgs | UnloadAdapterArgs | AdaptersArgs | ExportAdapterArgs
-StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
-InfoCall = WeightInfoArgs | ModelInfoArgs | MetricsArgs | EventsArgs
-FleetCall = LeadArgs | FleetStateArgs | ExportWeightsArgs | RetainedArgs
-Args = PauseCall | WeightCall | AdapterCall | StateCall | InfoCall | FleetCall
+if TYPE_CHECKING:
+    AnyArgs = Args
+else:
+    AnyArgs = reduce(or_, Args.__subclasses__())
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):

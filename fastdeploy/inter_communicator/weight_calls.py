@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source, WholeSource
+from fastdeploy.inter_communicator.control_call import Access, Args
 
 
-class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class UpdateWeightsArgs(Args, frozen=True):
     """A whole update in one call: begin, one part and commit. Other fields: see BeginUpdateArgs.
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
@@ -48,7 +47,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
         )
 
 
-class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class BeginUpdateArgs(Args, frozen=True):
     """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id, "fingerprint" and
     "dtype" as in WeightInfoArgs}.
 
@@ -82,7 +81,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     ends_with_client: bool = False
 
 
-class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class UpdateChunkArgs(Args, frozen=True):
     """A part of a weight session: some tensors, checked and packed before the reply {"session_id", "tensors", "nbytes",
     "tensors_received", "lease_s"}. A part that is refused ends the session.
 
@@ -102,8 +101,12 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     placed_by: str = ""
     form: PartFormat = PLAIN
 
+    def needs_leader(self) -> bool:
+        """Anyone may name a weight session: its id is the permission."""
+        return self.session_id is None
 
-class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+
+class CheckUpdateArgs(Args, frozen=True):
     """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
     session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
     form: of the part. Reply: {"session_id": of the session or null, "streams": whether the upload may come as a
@@ -114,8 +117,12 @@ class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     placed_by: str = ""
     form: PartFormat = PLAIN
 
+    def needs_leader(self) -> bool:
+        """See UpdateChunkArgs."""
+        return self.session_id is None
 
-class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+
+class CommitUpdateArgs(Args, frozen=True):
     """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
     there is none. version, kv, fingerprint: replace those of begin. weight_epoch: number of the new weights, above that
     of the weights that serve (VersionConflict otherwise); None = the next one. eos_token_ids: of the new weights,
@@ -138,13 +145,13 @@ class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
     prepare: bool = False
 
 
-class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class AbortUpdateArgs(Args, frozen=True):
     """End a weight session without a commit. session_id: None = any open one. Reply: {"aborted": [session ids]}."""
 
     session_id: str | None = None
 
 
-class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class LoadAdapterArgs(Args, frozen=True):
     """Load a PEFT adapter under a name, or replace the adapter of that name between two steps. A refused adapter
     changes nothing. Reply: a report.
 
@@ -173,14 +180,14 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lookup: bool = False
 
 
-class LookUpAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+class LookUpAdapterArgs(Args, frozen=True):
     """Ask whether --adapter-root has a folder of this name. Reply: {"lora_name", "path"}, or ModelNotFound. Changes
     nothing, so a gateway asks this before a load with ``lookup``."""
 
     lora_name: str
 
 
-class EndLoadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class EndLoadArgs(Args, frozen=True):
     """Finish a load that was made with ``prepare``: swap the adapter in between two steps (commit), or forget the load.
     adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one, or, for a name
     that is not loaded, a number above those of all adapters that were unloaded. fingerprint: that of the adapter which
@@ -194,21 +201,26 @@ class EndLoadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     fingerprint: str | None = None
 
 
-class UnloadAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+class UnloadAdapterArgs(Args, frozen=True):
     """Remove a name at once. Its running requests finish on the weights they have. ModelNotFound for an unknown name.
     Reply: {"lora_name", "lora_int_id", "adapter_epoch", "requests_in_flight"}."""
 
     lora_name: str
 
 
-class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
+class AdaptersArgs(Args, frozen=True):
     """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version",
     "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes", "in_memory", "requests"]}."""
 
+    access = Access.READ
 
-class ExportAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+
+class ExportAdapterArgs(Args, frozen=True):
     """Tell where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
     unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
     unknown name."""
+
+    access = Access.ANYONE
+    one_member = True
 
     lora_name: str

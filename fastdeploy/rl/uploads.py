@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.shared_files import SHARED_MEMORY, has_room
+from fastdeploy.core.files import SHARED_MEMORY, has_room
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.state_encoding import HostTensor
 

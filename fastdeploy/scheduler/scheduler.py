@@ -13,9 +13,8 @@ from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState
+from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState, Scope, ServedModel
 from fastdeploy.core.runner import ModelInfo
-from fastdeploy.core.scope import Scope, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.adapter_room import AdapterRoom
 from fastdeploy.scheduler.pacer import StepPacer

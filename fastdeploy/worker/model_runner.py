@@ -11,11 +11,11 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ModelInfo, Staging
-from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
 from fastdeploy.model_executor.model_config import ModelConfig
@@ -65,7 +65,6 @@ class ModelRunner:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
-        place: str = "cpu",
         ops: Ops | None = None,
         spill_dir: str = "",
         model_roots: Sequence[str] = ANYWHERE,
@@ -73,12 +72,12 @@ class ModelRunner:
         standby_weights: str = "auto",
         engines_on_host: int = 1,
     ):
-        _set_place(place)
+        paddle.set_device("cpu")
         if block_size < 1 or block_size % 16:
             raise InvalidField("block_size", f"expected a multiple of 16, got {block_size}")
         self.config = load_config(model_path)
         dtype = _resolve_dtype(dtype, self.config)
-        self.ops = ops if ops is not None else get_ops(dtype, place)
+        self.ops = ops if ops is not None else get_ops(dtype)
         self._sampler = Sampler(self.ops)
         self._sequences = Sequences(block_size)
         wanted_len = _wanted_len(max_model_len, self.config)
@@ -258,9 +257,6 @@ class ModelRunner:
             self._spill = None
         self.asleep -= frozenset(tags)
 
-    def check_alive(self) -> None:
-        """See ``Runner.check_alive``. Does nothing: this runner is part of the engine's process."""
-
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         self._spill = None
@@ -364,14 +360,6 @@ def _raising(between_layers: Callable[[], bool] | None) -> Callable[[], None] | 
             raise _StepGivenUp
 
     return called
-
-
-def _set_place(place: str) -> None:
-    if place not in ("cpu", "gpu"):
-        raise InvalidField("place", f"expected cpu or gpu, got {place!r}")
-    if place == "gpu" and not paddle.is_compiled_with_cuda():
-        raise InvalidField("place", "gpu needs a CUDA build of Paddle; this one is for the CPU")
-    paddle.set_device(place)
 
 
 def _resolve_dtype(dtype: str, config: ModelConfig) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import adapters
-from benchmarks.lib import contenders
+from benchmarks.lib import contenders, engines
 from benchmarks.lib.adapter_decoding import Streams, check_adapters
 from benchmarks.lib.client import Client
 from benchmarks.lib.engines import Engine
@@ -44,7 +44,9 @@ def test_decoding_and_tenants_are_measured_and_the_servers_are_stopped(
     monkeypatch.setattr(contenders, "Contender", Watched)
     monkeypatch.setattr(contenders, "WATCH_S", 0.1)
     args = parsed(*SMALL, "--json", str(file))
-    status = adapters.run(adapters.servers_of(args.engines, args), args, Printer(), lambda: Machine(1e10, None))
+    status = adapters.run(
+        adapters.servers_of([engines.ours(MODEL_DIR, "base")], args), args, Printer(), lambda: Machine(1e10, None)
+    )
     out, err = capsys.readouterr()
     assert [server.processes() for server in started] == [[], []]
     content = json.loads(file.read_text())
@@ -66,7 +68,7 @@ def test_decoding_and_tenants_are_measured_and_the_servers_are_stopped(
 
 def test_our_own_flags_are_those_of_serve():
     args = parsed("--counts", "32", "--rank", "128")
-    server = adapters.servers_of(["ours"], args)[0]
+    server = adapters.servers_of([engines.ours(MODEL_DIR, "base")], args)[0]
     engine, *_ = configs(make_parser().parse_args(server.engine.command[3:]))
     size = adapters.adapter_bytes(adapters.Shape.of(MODEL_DIR), 128)
     assert engine.max_lora_rank == 128 and engine.adapter_memory_mb << 20 > 32 * size
@@ -112,7 +114,7 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     command = (sys.executable, "-c", "raise SystemExit('no such model')")
-    monkeypatch.setitem(adapters.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
+    monkeypatch.setitem(engines.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
     assert adapters.main(["--model-path", str(MODEL_DIR), "--engines", "ours", "--counts", "1"]) == 2
     assert "no such model" in capsys.readouterr().err
 

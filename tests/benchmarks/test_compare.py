@@ -11,7 +11,7 @@ import pytest
 
 import fastdeploy.embedded
 from benchmarks import compare
-from benchmarks.lib import contenders
+from benchmarks.lib import contenders, engines
 from benchmarks.lib.engines import Engine, ours
 from benchmarks.lib.loads import Groups, Load, RepeatedGroups, Streams
 from benchmarks.lib.report import Printer
@@ -58,7 +58,7 @@ def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: py
 def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: pytest.CaptureFixture[str]):
     command = (sys.executable, "-c", "raise SystemExit('no such model')")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(compare.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
+        patch.setitem(engines.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
         assert compare.main(["--model-path", str(MODEL), "--engines", "ours"]) == 2
     assert "no such model" in capsys.readouterr().err
 

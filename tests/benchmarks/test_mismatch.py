@@ -32,7 +32,7 @@ def test_a_batch_marks_the_tokens_of_the_answers_alone():
 def test_only_the_scorer_agrees_with_the_server_to_the_bit(tmp_path):
     file = tmp_path / "out.json"
     assert mismatch.main(["--problems", "4", "--group", "2", "--max-tokens", "32", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
+    rows = json.loads(file.read_text())["rows"]
     assert [row["trainer"] for row in rows] == [trainer.name for trainer in TRAINERS] * 2
     for row in rows:
         assert (row["differ"] == 0) == ("scoring" in row["trainer"])

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, Server, until
-from fastdeploy.embedded.arithmetic import problems
+from examples.embedded_model.arithmetic import problems
 
 KINDS = ["serve", pytest.param("fleet", marks=pytest.mark.slow)]
 

@@ -39,7 +39,7 @@ def checksum(server: Server) -> str:
     return server.weights(checksums=True)["checksum"]
 
 
-@pytest.mark.slow  # the lease is long enough for a busy machine; tests/engine/test_weight_streams.py has a clock
+@pytest.mark.slow  # long enough for a busy machine; tests/engine/updates/test_weight_streams.py has a clock
 def test_an_upload_may_take_longer_than_the_lease(uploads, new_weights):
     session = uploads.post("/v1/weights/begin", {"lease_s": 10.0}).result["session_id"]
     for part in halves(new_weights):

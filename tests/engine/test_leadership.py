@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import typing
 
 import pytest
 from hypothesis import strategies as st
@@ -13,10 +12,11 @@ from engine.fleet_calls import GATEWAY, lead, led, load_prepared
 from engine.test_state_machine import explore
 from engine.weight_calls import assert_serves
 from fastdeploy.core.errors import NotLeader
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.leadership import ACCESS, Access, Leadership
+from fastdeploy.engine.leadership import Leadership
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.control_call import Access
 from support.harness import PROMPT, Harness
 
 W1 = FolderSource("/w1")
@@ -65,8 +65,9 @@ def refusal(h: Harness, args: m.Args, client: str = "a") -> m.Failure:
 
 
 def test_every_call_says_who_may_make_it_and_every_call_that_needs_the_leader_is_tried_here():
-    assert set(ACCESS) == set(typing.get_args(m.Args))
-    assert {kind for kind, access in ACCESS.items() if access is not Access.ANYONE} == {type(args) for args in CHANGES}
+    calls = set(m.Args.__subclasses__())
+    assert {call for call in calls if call.access is Access.LEADER} == {type(args) for args in CHANGES}
+    assert all(args.needs_leader() for args in CHANGES) and not any(args.needs_leader() for args in READS)
 
 
 @pytest.mark.parametrize("args", CHANGES, ids=repr)

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
 from fastdeploy.entrypoints.fleet_flags import launcher_spec

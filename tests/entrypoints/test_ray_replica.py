@@ -132,7 +132,6 @@ def test_a_fleet_on_ray_needs_the_secret_of_the_fleet(monkeypatch, capsys):
         ({"name": "a/b"}, "name"),
         ({"replicas": 0}, "replicas"),
         ({"replica_cpus": float("nan")}, "replica_cpus"),
-        ({"replica_gpus": -1.0}, "replica_gpus"),
     ],
 )
 def test_a_setting_out_of_range_is_named(settings: dict[str, Any], field: str):

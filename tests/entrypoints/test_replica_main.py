@@ -18,7 +18,7 @@ import pytest
 
 from e2e.server import alive, descendants, until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, url_of

@@ -117,7 +117,7 @@ def statuses(report: dict) -> dict[str, str]:
 
 def spoil(stack: ControlStack, at: int, kind: type, error: Exception, after: int = 0) -> None:
     """Let an engine refuse one call of a type, after it has done ``after`` of them."""
-    table = next(t for t in (stack.engines[at].engine._on_call, stack.engines[at].engine._on_call_of) if kind in t)
+    table = stack.engines[at].engine._on_call
     before, left = table[kind], [after]
 
     def refuse(*args):

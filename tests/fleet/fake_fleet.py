@@ -17,7 +17,7 @@ from e2e.server import until
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import EngineError
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind

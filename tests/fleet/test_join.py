@@ -232,7 +232,7 @@ def test_a_member_that_lost_its_weights_in_a_failed_update_in_place_gets_those_o
     def refuse(*args: Any) -> None:
         raise WeightUpdateRefused("not here")
 
-    table = next(t for t in (spoiled._on_call, spoiled._on_call_of) if m.UpdateChunkArgs in t)
+    table = spoiled._on_call
     before, table[m.UpdateChunkArgs] = table[m.UpdateChunkArgs], refuse
     with pytest.raises(FastDeployError):
         fleet.run(fleet.client.call(m.UpdateChunkArgs(session, FolderSource("/nowhere/w4"))))

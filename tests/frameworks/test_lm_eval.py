@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from e2e.server import Server
+from examples.embedded_model.arithmetic import problems
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.arithmetic import problems
 from frameworks.conftest import model_of, run_program
 
 pytestmark = pytest.mark.slow

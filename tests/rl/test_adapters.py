@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, ModelNotFound, WeightUpdateRefused
+from fastdeploy.core.files import SHARED_MEMORY
 from fastdeploy.core.loop_thread import LoopThread
-from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import HoldLost, RolloutFailed
 from fastdeploy.rl.sync_client import SyncRolloutClient

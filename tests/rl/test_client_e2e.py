@@ -12,9 +12,9 @@ import pytest
 
 from e2e.fleet_server import KINDS, FleetServer, server_of
 from e2e.server import Server
+from examples.embedded_model.tokenizer import chat_ids
 from fastdeploy.core.errors import FastDeployError, UpdateInProgress
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.rollout import Rollout

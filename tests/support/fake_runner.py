@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.files import new_file
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
-from fastdeploy.core.shared_files import new_file
 from fastdeploy.core.weight_source import PLAIN, FileSource, PartFormat, SharedMemorySource, Source, StreamSource
 
 EOS = 0
@@ -431,7 +431,5 @@ class FakeRunner:
             assert (read is not None) == self._spilled
             self.has_weights = self._spilled
         self.asleep -= set(tags)
-
-    def check_alive(self) -> None: ...
 
     def close(self) -> None: ...

@@ -21,10 +21,9 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.requests.retained_log import RetainedLog
+from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner, nothing, write_adapter
-from support.runner_thread import serve_in_thread
+from support.fake_runner import FakeRunner, write_adapter
 
 PROMPT = [1, 2, 3]
 
@@ -77,24 +76,17 @@ class Harness:
     """Runs the loop of an engine round by round, and keeps every message.
 
     now: the engine's clock, in seconds. running_pids: processes of clients that the engine takes for running.
-    runner_over_zmq: whether the engine reaches ``runner`` through a socket.
     """
-
-    runner_over_zmq = False
 
     def __init__(self, runner: FakeRunner | None = None, retained_log: RetainedLog | None = None, **config):
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
-        self.close = nothing  # ends the runner's thread, where the runner is remote
-        served = self.runner
-        if Harness.runner_over_zmq:
-            served, self.close = serve_in_thread(self.runner)
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
         self.now = 1000.0
         self.running_pids: set[int] = set()
         self.engine = CommonEngine(
             EngineConfig(**config),
-            served,
+            self.runner,
             self.transport,
             boot_id="boot",
             clock=lambda: self.now,

@@ -12,9 +12,9 @@ TESTS = Path(__file__).resolve().parent.parent
 FOLDERS = ("cache_manager", "client", "core", "engine", "http", "inter_communicator", "metrics", "rl", "scheduler")
 # Files and folders that import Paddle, or whose tests all start servers. These files are not imported.
 LEFT_OUT = (
-    "engine/test_adapter_exactness.py",
-    "engine/test_update_exactness.py",
-    "engine/test_weight_memory.py",
+    "engine/adapters/test_adapter_exactness.py",
+    "engine/updates/test_update_exactness.py",
+    "engine/updates/test_weight_memory.py",
     "http/guards/test_route_access_processes.py",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",

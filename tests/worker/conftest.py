@@ -21,8 +21,8 @@ STEPS = 48
 
 # The ops that this machine can run: always the reference, and the C++ ops where they are built.
 OPS = {"reference": ReferenceOps}
-if (best := get_ops("float32", "cpu")).name != "reference":
-    OPS[best.name] = lambda dtype: get_ops(dtype, "cpu")
+if (best := get_ops("float32")).name != "reference":
+    OPS[best.name] = get_ops
 
 Expected = dict[int, dict[str, np.ndarray]]
 

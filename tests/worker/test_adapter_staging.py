@@ -15,7 +15,6 @@ from fastdeploy.model_executor import lora_config
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import PREFIX, adapter_tensors, cases, config_of, simple, write_adapter
 from support.checkpoints import SPECS, bfloat16_bits, prompt
-from support.runner_thread import serve_in_thread
 from support.step_driver import Driver, Sequence, load, sleep, wake
 from support.torch_adapters import adapted_greedy, save_adapter
 
@@ -242,17 +241,15 @@ def test_an_adapter_is_read_and_committed_while_the_weights_sleep(runner, tmp_pa
     assert output(runner, served) == before
 
 
-def test_a_runner_behind_sockets_reads_commits_and_drops_adapters(runner, tmp_path):
+def test_a_number_whose_adapter_was_dropped_computes_with_the_adapter_that_is_committed_again(runner, tmp_path):
     folder = write_adapter(tmp_path / "a", SPEC, GOOD)
     before = output(runner, load(runner, 1, folder))
-    remote, close = serve_in_thread(runner)
-    assert output(remote, load(remote, 2, folder)) == before
-    assert output(remote, load(remote, 3, write_adapter(tmp_path / "b", SPEC, replace(GOOD, seed=9)))) != before
+    assert output(runner, load(runner, 2, folder)) == before
+    assert output(runner, load(runner, 3, write_adapter(tmp_path / "b", SPEC, replace(GOOD, seed=9)))) != before
     with pytest.raises(WeightUpdateRefused, match=r"lora_A.*is missing"):
-        remote.begin_adapter().read(str(write_adapter(tmp_path / "c", SPEC, GOOD, changed(a=None))))
-    remote.drop_adapters([3])
-    assert output(remote, load(remote, 3, folder)) == before
-    close()
+        runner.begin_adapter().read(str(write_adapter(tmp_path / "c", SPEC, GOOD, changed(a=None))))
+    runner.drop_adapters([3])
+    assert output(runner, load(runner, 3, folder)) == before
 
 
 def test_the_check_of_a_config_matches_its_expressions_so_that_a_read_starts_no_process(
@@ -261,16 +258,14 @@ def test_the_check_of_a_config_matches_its_expressions_so_that_a_read_starts_no_
     """Reads are done one by one, checks beside each other. So the processes belong to the checks."""
     runner = make_runner("qwen2")
     config = config_of(GOOD) | {"target_modules": r".*\.(q|v|k)_proj", "rank_pattern": {"no_such_module": 3}}
-    remote, close = serve_in_thread(runner)
     for refused, field in (({"r": 0}, "r"), ({"target_modules": "("}, "target_modules")):
         with pytest.raises(WeightUpdateRefused) as error:
-            remote.check_adapter(json.dumps(config | refused).encode())
+            runner.check_adapter(json.dumps(config | refused).encode())
         assert error.value.detail["key"] == field
-    remote.check_adapter(json.dumps(config | {"target_modules": None}).encode())
-    remote.check_adapter(json.dumps(config).encode())
+    runner.check_adapter(json.dumps(config | {"target_modules": None}).encode())
+    runner.check_adapter(json.dumps(config).encode())
     monkeypatch.setattr(lora_config.subprocess, "run", None)
     folder = write_adapter(tmp_path / "a", SPEC, GOOD)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(WeightUpdateRefused, match="adapter_config.json targets its module|belongs to no module"):
-        remote.begin_adapter().read(str(folder))
-    close()
+        runner.begin_adapter().read(str(folder))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from examples.embedded_model.arithmetic import problems
+from examples.embedded_model.tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.embedded.arithmetic import problems
-from fastdeploy.embedded.tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from support.step_driver import Driver, Sequence
 from support.torch_generation import solve
 from support.torch_process import TorchProcess

@@ -200,7 +200,6 @@ def test_the_cache_is_sized_by_blocks_by_bytes_or_by_need(make_runner):
         ("kv_cache_gb", {"num_blocks": None, "kv_cache_bytes": 1 << 50}),
         ("num_gpu_blocks_override", {"num_blocks": 1 << 40}),
         ("dtype", {"dtype": "float16"}),
-        ("place", {"place": "abacus"}),
         ("block_size", {"block_size": 24}),
     ],
 )

@@ -215,6 +215,4 @@ class SleepingRunner:
     def wake(self, tags: Collection[str], read: Any) -> None:
         self.asleep -= set(tags)
 
-    def check_alive(self) -> None: ...
-
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from examples.async_grpo.__main__ import main as train
 from examples.async_grpo.problems import Curriculum
-from fastdeploy.embedded.arithmetic import Problem
+from examples.embedded_model.arithmetic import Problem
 
 PROBLEMS = 16
 

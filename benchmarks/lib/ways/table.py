@@ -9,6 +9,7 @@ from operator import add
 from pathlib import Path
 from statistics import median
 
+from benchmarks.lib.report import markdown
 from benchmarks.lib.ways.figures import Figures, figures, joined, mean, percentile
 from benchmarks.lib.ways.ledger import Ledger, ledger
 from benchmarks.lib.ways.record import Record, Way
@@ -104,11 +105,6 @@ def band(values: Sequence[float], form: str) -> str:
     """Return "median (smallest to greatest)", or the value alone if there is no other."""
     middle, low, high = (format(value, form) for value in (median(values), min(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def fill_in(page: Path, found: dict[str, str]) -> None:

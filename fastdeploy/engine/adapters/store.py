@@ -26,9 +26,7 @@ from fastdeploy.core.errors import (
     OutOfSpace,
     WeightUpdateRefused,
 )
-from fastdeploy.core.runner import nothing
-from fastdeploy.core.safe_files import Folder, open_regular
-from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
+from fastdeploy.core.files import SHARED_MEMORY, Folder, new_file, open_regular, write_all
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -59,7 +57,7 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self._check = check
         self._root: str | None = None
-        self._remove_root: Callable[[], object] = nothing
+        self._remove_root: Callable[[], object] = lambda: None
         self._making = threading.Lock()
         self._closed = False
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, SessionNotFound
 from fastdeploy.core.runner import Runner, Staged
+from fastdeploy.engine.field_checks import check_result_is_named
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.updates.session_book import SessionBook
-from fastdeploy.engine.updates.weight_checks import UpdateChecks, check_result, check_result_is_named
+from fastdeploy.engine.updates.weight_checks import UpdateChecks, check_result
 from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator.messages import CommitUpdateArgs

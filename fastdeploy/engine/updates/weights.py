@@ -23,23 +23,18 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.events import EventLog
+from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import ChunkReceipt, Runner
-from fastdeploy.core.scope import Scope
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import StreamSource, may_hang
+from fastdeploy.engine.field_checks import check_fingerprint, check_form, check_kv, check_label, check_result_is_named
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Admission, Mode
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.updates.session_book import SessionBook
-from fastdeploy.engine.updates.weight_checks import (
-    UpdateChecks,
-    check_fingerprint,
-    check_form,
-    check_kv,
-    check_label,
-    check_result_is_named,
-)
+from fastdeploy.engine.updates.weight_checks import UpdateChecks
 from fastdeploy.engine.updates.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
 from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
@@ -119,6 +114,7 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ calls
 
+    @handles(m.BeginUpdateArgs)
     def begin(self, args: m.BeginUpdateArgs, client: str) -> dict[str, Any]:
         """Open a session, or find the one that a begin with the same key has opened. Raises UpdateInProgress,
         VersionConflict, BaseMismatch, WrongOrder or InvalidField, or the error that ended the session of the key."""
@@ -126,6 +122,7 @@ class WeightSessions:
         session.renew(self._clock())
         return {"session_id": session.id, **session.opened}
 
+    @handles(m.UpdateChunkArgs)
     def add_part(self, args: m.UpdateChunkArgs, client: str, answer: Answer) -> None:
         session_id = self._book.meant(args)
         if session_id is None:
@@ -145,6 +142,7 @@ class WeightSessions:
         session.version = args.version or session.version
         self._submit_part(session, args, answer)
 
+    @handles(m.CheckUpdateArgs)
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
         """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._book.meant(args)
@@ -158,6 +156,7 @@ class WeightSessions:
         check_form(args.form, base)
         return {"session_id": session_id, "streams": streams}
 
+    @handles(m.CommitUpdateArgs)
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         """Commit or prepare a session, see messages.CommitUpdateArgs. A bad field leaves the session as it was."""
         session_id = self._book.meant(args)
@@ -175,6 +174,7 @@ class WeightSessions:
         else:
             self._commits.submit(session, session.open_staging.finish, answer, reads=False, prepare=args.prepare)
 
+    @handles(m.UpdateWeightsArgs)
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin a session, stage one part and commit, in one call."""
         self._check_source(args)
@@ -189,6 +189,7 @@ class WeightSessions:
 
         self._commits.submit(session, work, answer, reads=may_hang(args.source))
 
+    @handles(m.AbortUpdateArgs)
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
         """End the session that the call names, or else the open one. A session that has ended already is no error."""
         session = self.session
@@ -201,10 +202,12 @@ class WeightSessions:
         self._end(session, SessionNotFound(f"weight session {session.id} was aborted"))
         return {"aborted": [session.id]}
 
+    @handles(m.WeightInfoArgs)
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
         """See ``WeightInfo.info``."""
         self._info.info(args, self.describe_session(), answer)
 
+    @handles(m.ExportWeightsArgs)
     def export(self, args: m.ExportWeightsArgs, answer: Answer) -> None:
         """See ``WeightInfo.export``."""
         self._info.export(args, answer)

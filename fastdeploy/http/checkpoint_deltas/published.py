@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.core.safe_files import Folder
+from fastdeploy.core.files import Folder
 from fastdeploy.http.checkpoint_deltas.checksums import ALGORITHMS
 from fastdeploy.http.checkpoint_deltas.patch import ENCODINGS
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField, OutOfSpace, StagingTimeout, UpdateInProgress, WeightUpdateRefused
-from fastdeploy.core.safe_files import path_problem
+from fastdeploy.core.files import path_problem
 from fastdeploy.http.checkpoint_deltas.local import FIELD, LocalFolder, PatchRefused, local_folder
 from fastdeploy.http.checkpoint_deltas.published import Stream
 

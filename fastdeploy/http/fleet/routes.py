@@ -13,17 +13,17 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.core import envs
 from fastdeploy.core.errors import ControlError, EngineError
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id, log_name
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.replica import LOAD, ReplicaState
 from fastdeploy.http.body import Body
+from fastdeploy.http.calls import envelope, read
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.pause import envelope, read
 from fastdeploy.http.control.protocol import Seconds
 from fastdeploy.http.errors import json_response
+from fastdeploy.http.guards.route_access import Access
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
@@ -56,12 +56,14 @@ def fleet_router(context: ServingContext) -> APIRouter:
         return context.client.membership
 
     @router.get("/v1/replicas")
+    @Access.DATA
     async def replicas(request: Request) -> Response:
         """List the replicas: name, url, host, state, the reason of the state, version and weight epoch, load, and
         holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s."""
         return json_response({"replicas": await describe(context, request)})
 
     @router.get("/v1/replicas/targets")
+    @Access.DATA
     async def targets(request: Request) -> Response:
         """List the replicas' own servers for Prometheus (http_sd_configs)."""
         entries = [(urlsplit(entry["url"]), entry["name"]) for entry in await describe(context, request)]
@@ -116,7 +118,7 @@ async def describe(context: ServingContext, request: Request) -> list[dict[str, 
     load = {field: report.get(field) for field in LOAD}
     return [
         {
-            "name": envs.log_name() or ALONE,
+            "name": log_name() or ALONE,
             "url": str(request.base_url).rstrip("/"),
             "host": host_id(),
             "state": state.value,

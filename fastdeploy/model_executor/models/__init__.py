@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.model_executor.model_config import ModelConfig, eos_ids
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.llama import LLAMA

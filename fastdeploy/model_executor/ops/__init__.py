@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.ops.interface import Ops
 
 logger = logging.getLogger(__name__)
 
 
-def get_ops(dtype: str, place: str = "cpu") -> Ops:
+def get_ops(dtype: str) -> Ops:
     """Return the C++ ops if their library loads, else the Paddle reference ops after one warning.
 
-    dtype: the type of weights and KV cache, "float32" or "bfloat16". Raises InvalidField for a place without ops.
+    dtype: the type of weights and KV cache, "float32" or "bfloat16".
     """
-    if place != "cpu":
-        raise InvalidField("place", f"there are no ops for {place!r} yet, only for cpu")
     from fastdeploy.model_executor.ops.cpu import CpuOps
     from fastdeploy.model_executor.ops.cpu_library import load_library
 

@@ -9,8 +9,8 @@ from safetensors.numpy import save
 from examples.async_grpo.config import Settings, parse
 from examples.async_grpo.learner import Learner
 from examples.async_grpo.problems import Curriculum
+from examples.embedded_model.arithmetic import split_of
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.embedded.arithmetic import split_of
 
 
 @pytest.mark.parametrize(

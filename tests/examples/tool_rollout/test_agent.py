@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from e2e.server import Server
+from examples.embedded_model import arithmetic, tokenizer
 from examples.tool_rollout import disturb
 from examples.tool_rollout.__main__ import cached_share, report, run, run_disturbed
 from examples.tool_rollout.agent import EQUALS, Agent
 from examples.tool_rollout.rollout import ToolRollout
-from fastdeploy.embedded import arithmetic, tokenizer
 from fastdeploy.rl.client import RolloutClient
 from rl.fake_server import EOS, FakeServer, Fault
 

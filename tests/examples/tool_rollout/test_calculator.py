@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.embedded_model import arithmetic
 from examples.tool_rollout.calculator import MAX_CHARS, CalculatorError, calculate, step_result
-from fastdeploy.embedded import arithmetic
 
 NUMBERS = st.integers(0, 10**6)
 

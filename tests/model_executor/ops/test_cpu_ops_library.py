@@ -82,11 +82,6 @@ def test_a_library_built_from_other_sources_counts_as_missing_and_the_error_name
                 cpu_library.load_library()
 
 
-def test_a_place_without_ops_is_refused():
-    with pytest.raises(InvalidField, match="npu"):
-        get_ops("float32", place="npu")
-
-
 def test_a_build_is_skipped_while_nothing_changed(builder, tmp_path, monkeypatch, capsys):
     compiled = []
 

@@ -11,7 +11,7 @@ from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, MAX_REQUEST_ID_CHARS, PART, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, NO_SEED, SEED_BITS, SamplingParams
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.served_weights import MAX_LORA_NAME_CHARS
 from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import stop_strings

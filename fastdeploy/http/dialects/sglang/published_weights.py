@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.http.checkpoint_deltas.published import (
     INDEX,
     Delta,

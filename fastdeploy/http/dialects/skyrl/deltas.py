@@ -28,8 +28,8 @@ from pydantic import Field
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.files import ANYWHERE, Folder, make_beneath, open_regular, read_whole
 from fastdeploy.core.pulled_folder import SYNC, pulled_version
-from fastdeploy.core.safe_files import ANYWHERE, Folder, make_beneath, open_regular, read_whole
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody, parse_body
 from fastdeploy.http.checkpoint_deltas.published import (

@@ -1,0 +1,255 @@
+// Linears and embedding lookup with vector FMA, for float32 weights everywhere and for bfloat16 ones without AMX.
+// Compiled once per instruction set.
+//
+// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend only on its own row
+// of x and its own column of the weight.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "linear/linear.h"
+#include "runtime/thread_pool.h"
+
+namespace fd {
+namespace FD_ISA {
+namespace {
+
+// Rows of x that share one pass over a weight tile pair: two accumulators each, out of 32 (AVX-512) or 16 half-width
+// (AVX2) registers.
+#if defined(__AVX512F__)
+constexpr int kRows = 8;
+#else
+constexpr int kRows = 3;
+#endif
+
+// Rows of x that are computed while a pair of columns stays in L2.
+constexpr int64_t kRowBlock = 256;
+
+// `beside` runs once per step over k, for work that does not wait: prefetches.
+template <int Rows, typename Beside>
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc,
+                  Beside& beside) {
+  Floats16 c0[Rows], c1[Rows];
+  for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
+  for (int64_t i = 0; i < k; ++i) {
+    beside();
+    const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const Floats16 a = set1(x[r * ldx + i]);
+      c0[r] = fma(a, b0, c0[r]);
+      c1[r] = fma(a, b1, c1[r]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    acc[2 * r] = c0[r];
+    acc[2 * r + 1] = c1[r];
+  }
+}
+
+template <int Rows, typename Beside>
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc,
+                   Beside& beside) {
+  Floats16 c0[Rows], c1[Rows];
+  for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
+  for (int64_t i = 0; i < k; i += 2) {
+    beside();
+    const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
+      c0[r] = fma(odd, b0.high, fma(even, b0.low, c0[r]));
+      c1[r] = fma(odd, b1.high, fma(even, b1.low, c1[r]));
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    acc[2 * r] = c0[r];
+    acc[2 * r + 1] = c1[r];
+  }
+}
+
+template <int Rows, typename Beside>
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc,
+              Beside& beside) {
+  const int64_t step = w.tile_elements();
+  if (w.bf16) {
+    const uint16_t* data = static_cast<const uint16_t*>(w.data);
+    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc, beside);
+  } else {
+    const float* data = static_cast<const float*>(w.data);
+    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc, beside);
+  }
+}
+
+// Calls body(rows) with the number of rows, 1 to Most, as a constant.
+template <int Most, typename Body>
+inline void with_rows(int64_t rows, const Body& body) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, body);
+  }
+  body(std::integral_constant<int, Most>());
+}
+
+// t [Rows, stride] = x @ A.T * scaling for a tile of ranks. Each element is two chains, of the even and the odd k.
+template <int Rows>
+void shrink_rows(const Lora& lora, int64_t tile, const float* x, int64_t ldx, float* t, int64_t stride) {
+  const Weight& a = lora.a;
+  const uint16_t* pairs = static_cast<const uint16_t*>(a.data) + tile * a.tile_elements();
+  const float* singles = static_cast<const float*>(a.data) + tile * a.tile_elements();
+  Floats16 even[Rows], odd[Rows];
+  for (int r = 0; r < Rows; ++r) even[r] = odd[r] = zero();
+  const int64_t paired = a.k_padded / 2 * 2;
+  for (int64_t k = 0; k < paired; k += 2) {
+    const Pairs w = a.bf16 ? load_pairs(pairs + k * 16) : Pairs{load(singles + k * 16), load(singles + k * 16 + 16)};
+    for (int r = 0; r < Rows; ++r) {
+      even[r] = fma(set1(x[r * ldx + k]), w.low, even[r]);
+      odd[r] = fma(set1(x[r * ldx + k + 1]), w.high, odd[r]);
+    }
+  }
+  const Floats16 scaling = load(lora.scaling() + tile * 16);
+  for (int r = 0; r < Rows; ++r) {
+    if (paired < a.k_padded) even[r] = fma(set1(x[r * ldx + paired]), load(singles + paired * 16), even[r]);
+    store(t + r * stride + tile * 16, mul(add(even[r], odd[r]), scaling));
+  }
+}
+
+Expansion shrink(const LinearInput& input, const LoraRows& loras) {
+  if (loras.rows == nullptr) return {};
+  const LoraChunks work = cut_rows(loras, input.m);
+  if (work.count == 0) return {};
+  const int64_t stride = work.tiles * 16;
+  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(input.m * stride) * 4));
+  parallel_for(work.count * work.tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const LoraChunk& chunk = work.chunks[i / work.tiles];
+      const int64_t tile = i % work.tiles, ldx = chunk.lora->a.k_padded;
+      if (tile >= chunk.lora->a.tiles()) continue;
+      for (int64_t r = chunk.row; r < chunk.row + chunk.rows; r += kRows) {
+        const float* x = static_cast<const float*>(input.data) + r * ldx;
+        with_rows<kRows>(chunk.row + chunk.rows - r, [&](auto rows) {
+          shrink_rows<decltype(rows)::value>(*chunk.lora, tile, x, ldx, shrunk + r * stride, stride);
+        });
+      }
+    }
+  });
+  return {loras, shrunk, stride};
+}
+
+// Calls finish(row, pair, value0, value1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
+template <typename Tiles, typename Finish>
+void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& loras, int64_t pairs, Tiles tiles,
+                   Finish finish) {
+  const Expansion expansion = shrink(input, loras);
+  const int64_t m = input.m, ldx = w.k_padded;
+  const float* rows_data = static_cast<const float*>(input.data);
+  for (int64_t block = 0; block < m; block += kRowBlock) {
+    const int64_t block_end = std::min(m, block + kRowBlock);
+    const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
+    const int64_t grain = m == 1 ? std::max<int64_t>(1, 65536 / pair_bytes) : 1;
+    parallel_for(pairs, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t pair = begin; pair < end; ++pair) {
+        int64_t tile0, tile1;
+        tiles(pair, &tile0, &tile1);
+        for (int64_t r = block; r < block_end; r += kRows) {
+          const int64_t rows = std::min<int64_t>(kRows, block_end - r);
+          Floats16 acc[2 * kRows];
+          const auto run = [&](auto beside) {
+            with_rows<kRows>(rows, [&](auto count) {
+              multiply<decltype(count)::value>(w, rows_data + r * ldx, ldx, tile0, tile1, acc, beside);
+            });
+          };
+          if (expansion.shrunk == nullptr) {
+            run([] {});
+          } else {
+            LoraFetch fetch = expansion.fetch(r, r + rows, tile0, tile1, w.k_padded / 2);
+            run([&] { fetch.go(); });
+          }
+          for (int64_t i = 0; i < rows; ++i) {
+            const Floats16 value0 = complete(w, expansion, r + i, tile0, acc[2 * i]);
+            finish(r + i, pair, value0, complete(w, expansion, r + i, tile1, acc[2 * i + 1]));
+          }
+        }
+      }
+    });
+  }
+}
+
+Floats16 rounded(const Weight& w, Floats16 value) { return w.bf16 ? round_bf16(value) : value; }
+
+}  // namespace
+
+// float32 rows of k_padded: rounded to bfloat16 (as AMX does) and padded with zeros where the weights are bfloat16.
+LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
+                              const Weight& w) {
+  if (norm == nullptr && !w.bf16) return {x, m};
+  float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * w.k_padded) * 4));
+  parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* from = x + r * w.k;
+      float* to = rows + r * w.k_padded;
+      const Floats16 factor = set1(norm == nullptr ? 1.0f : norm_factor(from, w.k, eps));
+      for (int64_t k = 0; k < w.k; k += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, w.k - k));
+        Floats16 v = load_n(from + k, count);
+        if (norm != nullptr) v = mul(mul(v, factor), load_n(norm + k, count));
+        store_n(to + k, rounded(w, v), count);
+      }
+      std::memset(to + w.k, 0, static_cast<size_t>(w.k_padded - w.k) * 4);
+    }
+  });
+  return {rows, m};
+}
+
+void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
+  const int64_t tiles = w.tiles();
+  for_all_pairs(
+      input, w, loras, (tiles + 1) / 2,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = 2 * pair;
+        *tile1 = std::min(2 * pair + 1, tiles - 1);
+      },
+      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+        float* to = out + row * w.n;
+        const auto put = accumulate ? add_columns : store_columns;
+        put(to, 2 * pair, w.n, c0);
+        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, c1);
+      });
+}
+
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
+                           const Weight& next) {
+  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = input.m;
+  float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
+  for_all_pairs(
+      input, w, loras, half_tiles,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = pair;
+        *tile1 = pair + half_tiles;
+      },
+      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+        store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
+      });
+  for (int64_t r = 0; r < m; ++r)
+    std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);
+  return {rows, m};
+}
+
+void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out) {
+  parallel_for(m, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t tile = ids[r] / kColumns, lane = ids[r] % kColumns;
+      float* to = out + r * w.k;
+      if (w.bf16) {
+        const uint16_t* from = static_cast<const uint16_t*>(w.data) + tile * w.tile_elements() + lane * 2;
+        for (int64_t k = 0; k < w.k; ++k) {
+          const uint32_t bits = static_cast<uint32_t>(from[k / 2 * 32 + k % 2]) << 16;
+          std::memcpy(to + k, &bits, 4);
+        }
+      } else {
+        const float* from = static_cast<const float*>(w.data) + tile * w.tile_elements() + lane;
+        for (int64_t k = 0; k < w.k; ++k) to[k] = from[k * kColumns];
+      }
+    }
+  });
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

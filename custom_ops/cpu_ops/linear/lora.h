@@ -1,0 +1,125 @@
+// Adapters in linears. The shrink, t = x @ A.T * scaling, runs before the product with the base weight (linear.cc,
+// linear_amx.cc). The expansion, t @ B.T, is added where an element of that product is complete.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels.h"
+#include "runtime/memory.h"
+#include "runtime/simd.h"
+
+namespace fd {
+namespace FD_ISA {
+
+constexpr int64_t kChunkRows = 16;
+
+// Adjacent rows of one adapter in one tile of 16 rows.
+struct LoraChunk {
+  const Lora* lora;
+  int64_t row, rows;
+};
+
+// Prefetches the B of some rows, a few lines at a time. All lines at once would wait for one another: a core waits for
+// some 16 lines at most, which is a fraction of what memory delivers.
+struct LoraFetch {
+  static constexpr int kMost = 64;  // pieces
+  struct Piece {
+    const char *next, *end;
+  } pieces[kMost];
+  int count = 0, at = 0;
+  int64_t lines = 0;  // of all pieces, then of a step
+
+  inline void add(const Lora& lora, int64_t column_tile) {
+    const LoraTile tile = lora.tiles()[column_tile];
+    const int64_t element = lora.a.bf16 ? 2 : 4, size = tile.count * kColumns * element;
+    const char* from = static_cast<const char*>(lora.b()) + tile.b * element;
+    if (size == 0 || count == kMost) return;
+    pieces[count++] = {from, from + size};
+    lines += size / 64;
+  }
+
+  // Divides the lines by the steps in which they are fetched.
+  inline void spread(int64_t steps) { lines = steps > 0 ? (lines + steps - 1) / steps : 0; }
+
+  inline void go() {
+    for (int64_t i = 0; i < lines && at < count; ++i) {
+      Piece& piece = pieces[at];
+      _mm_prefetch(piece.next, _MM_HINT_T0);
+      piece.next += 64;
+      at += piece.next >= piece.end;
+    }
+  }
+};
+
+// The shrunk rows of a linear, and what expands them. Without `shrunk`, no row has an adapter.
+struct Expansion {
+  LoraRows loras;
+  float* shrunk;   // float32 [m, stride]; undefined for rows without an adapter
+  int64_t stride;  // the largest rank of an adapter here, in whole tiles
+
+  // Returns `value` + t @ B.T for a row and a column tile, in two chains: even and odd ranks in order. A row without an
+  // adapter keeps its bits.
+  inline Floats16 add_to(Floats16 value, int64_t row, int64_t column_tile) const {
+    if (shrunk == nullptr) return value;
+    const Lora* lora = loras.of(row);
+    return lora == nullptr ? value : expand(*lora, shrunk + row * stride, column_tile, value);
+  }
+
+  // Prepares the prefetch of what add_to reads for rows [first, last) and two column tiles.
+  inline LoraFetch fetch(int64_t first, int64_t last, int64_t tile0, int64_t tile1, int64_t steps) const {
+    LoraFetch found;
+    for (int64_t row = first; row < last; ++row) {
+      const Lora* lora = loras.of(row);
+      if (lora == nullptr || (row > first && loras.rows[row] == loras.rows[row - 1])) continue;
+      found.add(*lora, tile0);
+      found.add(*lora, tile1);
+    }
+    found.spread(steps);
+    return found;
+  }
+
+  static inline Floats16 expand(const Lora& lora, const float* t, int64_t column_tile, Floats16 value) {
+    const LoraTile tile = lora.tiles()[column_tile];
+    if (tile.count == 0) return value;
+    t += tile.first;
+    Floats16 even = value, odd = zero();
+    if (lora.a.bf16) {
+      const uint16_t* b = static_cast<const uint16_t*>(lora.b()) + tile.b;
+      for (int64_t j = 0; j < tile.count; j += 2) {
+        const Pairs pairs = load_pairs(b + j * kColumns);
+        even = fma(set1(t[j]), pairs.low, even);
+        odd = fma(set1(t[j + 1]), pairs.high, odd);
+      }
+    } else {
+      const float* b = static_cast<const float*>(lora.b()) + tile.b;
+      for (int64_t j = 0; j < tile.count; j += 2) {
+        even = fma(set1(t[j]), load(b + j * kColumns), even);
+        odd = fma(set1(t[j + 1]), load(b + (j + 1) * kColumns), odd);
+      }
+    }
+    return add(even, odd);
+  }
+};
+
+// The work of a shrink: `count` chunks with up to `tiles` rank tiles each.
+struct LoraChunks {
+  const LoraChunk* chunks;
+  int64_t count, tiles;
+};
+
+static inline LoraChunks cut_rows(const LoraRows& loras, int64_t m) {
+  auto* chunks = static_cast<LoraChunk*>(scratch(kScratchLoraChunks, static_cast<size_t>(m) * sizeof(LoraChunk)));
+  LoraChunks found = {chunks, 0, 0};
+  for (int64_t row = 0, end; row < m; row = end) {
+    for (end = row + 1; end < m && end % kChunkRows != 0 && loras.rows[end] == loras.rows[row];) ++end;
+    const Lora* lora = loras.of(row);
+    if (lora == nullptr) continue;
+    chunks[found.count++] = {lora, row, end - row};
+    found.tiles = std::max(found.tiles, lora->a.tiles());
+  }
+  return found;
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

@@ -1,0 +1,66 @@
+// Measurements of the machine's limits for benchmarks/ops.py, and parts of the kernels for their tests.
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "runtime/amx_tiles.h"
+#include "runtime/approximate_math.h"
+#include "runtime/thread_pool.h"
+
+namespace fd {
+namespace amx {
+
+double probe_read(const void* data, int64_t bytes) {
+  constexpr int64_t kAhead = 8192;
+  const char* base = static_cast<const char*>(data);
+  int64_t total = 0;
+  parallel_for(bytes >> 16, 16, [&](int64_t begin, int64_t end) {
+    __m512i sum = _mm512_setzero_si512();
+    for (const char* p = base + (begin << 16); p < base + (end << 16); p += 128) {
+      _mm_prefetch(p + kAhead, _MM_HINT_T1);
+      _mm_prefetch(p + kAhead + 64, _MM_HINT_T1);
+      sum = _mm512_xor_si512(sum, _mm512_xor_si512(_mm512_load_si512(p), _mm512_load_si512(p + 64)));
+    }
+    __atomic_fetch_add(&total, _mm512_reduce_add_epi64(sum), __ATOMIC_RELAXED);
+  });
+  return static_cast<double>(total);
+}
+
+int64_t probe_peak(int64_t rounds) {
+  constexpr int64_t kTasks = 64;
+  parallel_for(kTasks, 1, [&](int64_t begin, int64_t end) {
+    configure_tiles(16);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (int64_t i = 0; i < (end - begin) * rounds; ++i) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+  });
+  return kTasks * rounds * 4 * 2 * 16 * 16 * 32;
+}
+
+void probe_exp2(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
+    _mm512_mask_storeu_ps(out + i, lanes, approximate_exp2(_mm512_maskz_loadu_ps(lanes, x + i), lanes));
+  }
+}
+
+void probe_silu(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
+    _mm512_mask_storeu_ps(out + i, lanes, approximate_silu(_mm512_maskz_loadu_ps(lanes, x + i)));
+  }
+}
+
+}  // namespace amx
+}  // namespace fd

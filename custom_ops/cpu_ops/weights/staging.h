@@ -1,0 +1,95 @@
+// Staging of new weights beside steps: the pieces of the work, and the kernels on rows of packed weights.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "kernels.h"
+#include "weights/fingerprint.h"
+
+namespace fd {
+
+// Problem of ops/interface.py, from the least to the most severe: the worst of an item's pieces is reported.
+enum class Problem : int64_t { kNone, kTooLarge, kNotFinite, kCutShort, kReadError, kMalformed, kStopped };
+
+// Types of a source.
+enum class Kind : int64_t { kF32, kBf16, kF16 };
+
+constexpr int64_t bytes_of(Kind kind) { return kind == Kind::kF32 ? 4 : 2; }
+
+// Region of ops/interface.py. `linear` and `vector` may be null.
+struct Region {
+  int64_t rows, columns;
+  Weight* linear;
+  int64_t first_row;
+  float* vector;
+
+  int64_t size() const { return rows * columns; }
+};
+
+// StageItem of ops/interface.py. memory: null, or all of an array of `memory_bytes`.
+struct StageItem {
+  Region region;
+  Kind kind;
+  int64_t offset, fd;
+  const char* memory;
+  int64_t memory_bytes, first;
+};
+
+enum class Encoding : int64_t { kDense, kOverwrite, kXor };
+
+// DeltaItem of ops/interface.py.
+struct DeltaItem {
+  Region region;
+  Encoding encoding;
+  const char* payload;
+  int64_t payload_bytes;
+};
+
+struct StageResult {
+  Fingerprint fingerprint;
+  Problem problem;
+  int64_t error;  // errno
+};
+
+// A part of an item for one thread. What first and count count is up to the work.
+struct Piece {
+  int64_t item, first, count;
+};
+
+// Appends the pieces of a region, of about 256 KiB: values; or, of a linear, rows. Pieces of one region have no column
+// tile in common.
+void cut(const Region& region, int64_t item, int64_t value_bytes, std::vector<Piece>& pieces);
+
+// Calls body for all pieces on threads of a low priority, and adds what body returns to the results of the items.
+// Once *stop is set, body is not called any more. Throws what body throws.
+void work_off(const std::vector<Piece>& pieces, const int32_t* stop, StageResult* results,
+              const std::function<StageResult(const Piece&)>& body);
+
+// Ops.stage, Ops.apply_deltas and Ops.copy_rows of ops/interface.py. bf16: the dtype of the ops.
+void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop, StageResult* results);
+void apply_deltas(bool bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results);
+void copy_rows(Weight& target, const Weight& source, int64_t first, int64_t last);
+
+// The kernels of one instruction set. `values` are in the dtype of the ops, in row-major order, at any address.
+struct RowKernels {
+  // Rounds `n` values of a source to nearest even.
+  void (*convert)(Kind kind, const void* source, int64_t n, bool bf16, void* values);
+  // Adds the fingerprint of the values [first, first + n) of a tensor. Returns whether all are finite.
+  bool (*check)(bool bf16, const void* values, int64_t first, int64_t n, Fingerprint& sum);
+  // Copies between values [n, w.k] and rows [first, first + n) of a weight. Writes no other element.
+  void (*pack)(Weight& w, int64_t first, int64_t n, const void* values);
+  void (*unpack)(const Weight& w, int64_t first, int64_t n, void* values);
+};
+
+namespace avx2 {
+extern const RowKernels kRowKernels;
+}
+namespace avx512 {
+extern const RowKernels kRowKernels;
+}
+
+const RowKernels& row_kernels();
+
+}  // namespace fd

@@ -1,0 +1,1 @@
+"""The model that ships with the package: its task (arithmetic), tokenizer, training and evaluation."""

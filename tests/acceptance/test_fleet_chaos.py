@@ -1,0 +1,96 @@
+"""acceptance/fleet_chaos.py: a short run, what it would find, and its figures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from acceptance import fleet_chaos
+from acceptance.lib.chaos.figures import excess_ms
+from acceptance.lib.chaos.ledger import Answer, Ledger
+from acceptance.lib.chaos.run import Chaos, Options, Pause
+from benchmarks.lib.fleet.runner import expected_tokens
+from fastdeploy.core.outputs import Span
+from fastdeploy.fleet.pause_calls import PauseCall
+from fastdeploy.inter_communicator.messages import Output
+
+SHORT = Options(replicas=8, pauses=20, step_s=0.005, fence_s=0.1, sessions=6, pace_s=0.02)
+PROMPT = [3, 4, 5]
+WEIGHTS = [0, 0, 7, 7]  # of each token
+
+
+def tokens() -> list[int]:
+    old = expected_tokens(PROMPT, 2, 0)
+    return old + expected_tokens(PROMPT + old, 2, 7)
+
+
+def outputs(spans: list[Span] | None = None) -> list[Output]:
+    spans = spans or [Span("first", 4, 0, 2), Span("w7", 5, 2, 4)]
+    ids = tokens()
+    return [
+        Output("a", 0, ids[:2], spans=spans[:1]),
+        Output("a", 0, ids[2:], spans=spans[1:], finish_reason="length"),
+    ]
+
+
+def problems(received: list[Output], floor: int = 4) -> list[str]:
+    ledger = Ledger(first_version="first")
+    answer = Answer("a", PROMPT, 4, floor)
+    for output in received:
+        answer.add(output, ledger)
+    answer.check(ledger, may_be_short=False)
+    return ledger.problems
+
+
+def test_a_short_run_finds_nothing_wrong():
+    chaos = Chaos(SHORT)
+    asyncio.run(chaos.run())
+    counts = chaos.ledger.counts
+    assert not chaos.ledger.problems
+    assert counts["pauses"] + counts["pauses refused"] >= 15 and counts["engines asked"] > 100
+    assert counts["kill"] + counts["stop"] + counts["stop for good"] + counts["slow"] > 5
+    assert counts["tokens compared"] == counts["tokens"] > 0
+
+
+def test_a_fleet_that_is_half_paused_is_found(monkeypatch):
+    send = PauseCall.messages_to_prepare
+    monkeypatch.setattr(
+        PauseCall, "messages_to_prepare", lambda self, name: [] if name == "replica-0" else send(self, name)
+    )
+    chaos = Chaos(Options(replicas=3, pauses=3, step_s=0.005, fence_s=1.0, sessions=2, pace_s=0.0, scale=0.1))
+    asyncio.run(chaos.run())
+    assert any("replica-0: a member that is not paused" in problem for problem in chaos.ledger.problems)
+
+
+def test_the_ledger_takes_tokens_of_the_weights_in_their_spans():
+    assert problems(outputs()) == []
+
+
+@pytest.mark.parametrize(
+    ("received", "floor", "problem"),
+    [
+        (outputs(), 5, "token 0 of epoch 4, but 5 was seen"),
+        (outputs([Span("first", 4, 0, 2), Span("w7", 3, 2, 4)]), 0, "token 2 of epoch 3, but 4 was seen"),
+        (outputs([Span("first", 4, 0, 2), Span("w8", 5, 2, 4)]), 4, "token 2 is not that of weights 'w8'"),
+        (outputs([Span("first", 4, 0, 2), Span("w7", 4, 2, 4)]), 4, "epoch 4 is 'w7' and 'first'"),
+        (outputs()[:1], 4, "2 tokens of 4, end ''"),
+        (outputs()[1:], 4, "tokens from 2 on came after 0 tokens"),
+        ([outputs()[0], *outputs()], 4, "tokens from 0 on came after 2 tokens"),
+        ([*outputs(), Output("a", 0, finish_reason="length")], 4, "an output after the last one"),
+    ],
+    ids=["older than a commit", "older than a token", "wrong", "two labels", "lost end", "lost", "doubled", "two ends"],
+)
+def test_the_ledger_finds_what_must_not_be(received, floor, problem):
+    assert any(problem in found for found in problems(received, floor))
+
+
+def test_figures_are_above_one_step():
+    assert excess_ms([Pause("keep", 0.05, False, 0)], 0.03) == pytest.approx([20.0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_long_run_of_32_replicas_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]):
+    status = fleet_chaos.main(["--pauses", "300", "--fence-ms", "200"])
+    assert status == 0, capsys.readouterr().out
