@@ -30,8 +30,7 @@ from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY
 from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Placement
-from fastdeploy.fleet.local_launcher import Action, Answer, Ask, ParentEnd, Placements
+from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED

@@ -28,8 +28,7 @@ from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, L
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
-from fastdeploy.fleet.launcher import Launcher, StaticLauncher
-from fastdeploy.fleet.local_launcher import LocalLauncher
+from fastdeploy.fleet.launcher import Launcher, LocalLauncher, StaticLauncher
 from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe

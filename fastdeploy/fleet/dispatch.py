@@ -1,21 +1,107 @@
-"""The way of requests to replicas: at once, or in a queue as long as no replica may have them."""
+"""The way of requests to replicas: at once, or in a queue as long as no replica may have them.
+
+A request also waits for an adapter that the fleet does not have, and that it finds in the engines' adapter root. Such a
+lookup is a load of the whole fleet, so all members have the same adapter with the same number. One member is asked
+first whether the folder is there. A name that nobody has changes nothing, and keeps no replica from joining."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from fastdeploy.core.errors import EngineDead, EngineError, QueueFull
+from fastdeploy.core.errors import (
+    EngineDead,
+    EngineError,
+    FastDeployError,
+    ModelNotFound,
+    NotLeader,
+    QueueFull,
+    UpdateInProgress,
+    WrongOrder,
+)
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.relay import Part, Relay
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.state import FleetState
+from fastdeploy.inter_communicator import messages as m
 
 MAX_REFUSALS = 3  # of one request, by so many replicas. Then the client gets the refusal
-RETRY_AFTER_S = 1  # told to a client whose request finds the queue full
+RETRY_AFTER_S = 1  # for a client whose request finds the queue full
+MAX_LOOKUPS = 64  # at a time. Engines bound the reads, but not the names that wait for one
+
+
+class Lookups:
+    """Looks adapters up, each name once at a time. state: of the fleet. members: those that take part in calls. call:
+    makes a call on them. ended(name, error): called after a lookup. With an error, the requests for the name must fail;
+    without one, they can be sent, or must be looked at again."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        members: Callable[[], Sequence[Replica]],
+        call: Callable[[m.Args], Awaitable[dict[str, Any]]],
+        ended: Callable[[str, FastDeployError | None], None],
+    ):
+        self._state, self._members, self._call, self._ended = state, members, call, ended
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._loads: Counter[str] = Counter()
+
+    def ready(self, name: str) -> bool:
+        """Return whether a request for an adapter may be sent now ("" = for the base model). If the adapter must be
+        looked up, begin to do so, or wait for a load of the name. Raises UpdateInProgress if too many names are being
+        looked up."""
+        if not name or name in self._state.adapters:
+            return True
+        if not any(replica.client.model_info.get("has_adapter_root") for replica in self._members()):
+            return True  # an engine refuses it
+        if name not in self._running and not self._loads[name]:
+            if len(self._running) >= MAX_LOOKUPS:
+                raise UpdateInProgress(f"{MAX_LOOKUPS} adapters are being looked up; try again after that")
+            self._running[name] = asyncio.get_running_loop().create_task(self._look_up(name), name="fleet-lookup")
+        return False
+
+    @contextlib.contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Let requests for an unknown name wait for a load that a client makes meanwhile."""
+        self._loads[name] += 1
+        try:
+            yield
+        finally:
+            self._loads[name] -= 1
+            self._loads += Counter()  # forgets what is 0
+
+    async def settled(self, name: str) -> None:
+        """Wait until no lookup of this name runs. A load begins after that."""
+        while (task := self._running.get(name)) is not None:
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        """End all lookups."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_up(self, name: str) -> None:
+        error: FastDeployError | None = None
+        try:
+            path = (await self._call(m.LookUpAdapterArgs(name)))["path"]
+            await self._call(m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True))
+        except (EngineDead, NotLeader, WrongOrder):  # members were lost, or a reset has dropped the load
+            pass
+        except ModelNotFound as missing:
+            error = ModelNotFound(missing.message, param="model")
+        except FastDeployError as refused:
+            error = refused
+        finally:
+            del self._running[name]
+        self._ended(name, error)
 
 
 class Limit(NamedTuple):
@@ -92,11 +178,11 @@ class Dispatcher:
                 part.timer.cancel()
                 part.timer = None
 
-    def kick(self) -> None:
+    def send_waiting(self) -> None:
         """Try again to send what waits, since the replicas have changed."""
         self._changed = True
         if self._waiting and self._task is None and not self.closed and self._open_replicas():
-            self._task = asyncio.get_running_loop().create_task(self._send_waiting(), name="fleet-dispatch")
+            self._task = asyncio.get_running_loop().create_task(self._send_all(), name="fleet-dispatch")
 
     async def close(self) -> None:
         """End the sending. What waits is not sent any more."""
@@ -127,7 +213,7 @@ class Dispatcher:
         if part.timer is None:
             limit = min(self._limits(part.relay))
             part.timer = asyncio.get_running_loop().call_at(limit.at, self._give_up, part, limit)
-        self.kick()
+        self.send_waiting()
 
     def _limits(self, relay: Relay) -> Iterator[Limit]:
         """Yield the times until which a request may wait."""
@@ -149,7 +235,7 @@ class Dispatcher:
             old = f" with weight_epoch {relay.least_epoch} or later" if relay.least_epoch else ""
             relay.outer.fail(EngineDead(f"no replica{old} took the request within {self._failover_s:g} s"))
 
-    async def _send_waiting(self) -> None:
+    async def _send_all(self) -> None:
         """Send all that can be sent, in order. Begin again if parts or replicas came meanwhile."""
         try:
             while self._changed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +22,12 @@ import msgspec
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class Difference(NamedTuple):
 
 
 class Joiner:
-    """Brings replicas to the state of the fleet. replicas: returns all replicas. profile: facts that are the same on
+    """Brings replicas to the state of the fleet. replicas: all, by name. profile: facts that are the same on
     all replicas; None as long as there is none."""
 
     def __init__(
@@ -59,16 +58,14 @@ class Joiner:
         config: FleetConfig,
         state: FleetState,
         leadership: Leadership,
-        replicas: Callable[[], Sequence[Replica]],
-        transfer: WeightTransfer,
-        adapters: AdapterTransfer,
+        replicas: Mapping[str, Replica],
+        transfer: Transfer,
     ):
         self._config = config
         self._state = state
         self._leadership = leadership
         self._replicas = replicas
         self._transfer = transfer
-        self._adapters = adapters
         self._lost_since: float | None = None  # no replica can join since then: nobody has what it lacks
         self.profile: dict[str, Any] | None = None
 
@@ -187,9 +184,9 @@ class Joiner:
             raise ReplicaMisfit(f"{why} ({state.fingerprint})", param="fingerprint")
         if report["weight_epoch"] == state.weight_epoch and report["fingerprint"] is not None:
             raise RestartNeeded(f"replica {replica.name}: it has other weights of epoch {report['weight_epoch']}")
-        peers = [other for other in self._replicas() if other is not replica and self.has_weights(other)]
+        peers = [other for other in self._replicas.values() if other is not replica and self.has_weights(other)]
         try:
-            await self._transfer.give(replica, state, peers)
+            await self._transfer.give_weights(replica, state, peers)
         except WrongOrder as error:  # nobody can give the weights
             if not peers and self._is_lost() and report["fingerprint"] is not None:
                 self._restart_fleet(report)
@@ -198,7 +195,7 @@ class Joiner:
     def _is_lost(self) -> bool:
         """Return whether what a replica lacks is gone: the fleet has no member, and has had none for ``rebuild_s``,
         since nobody has it."""
-        if any(replica.in_quorum for replica in self._replicas()):
+        if any(replica.in_quorum for replica in self._replicas.values()):
             return False
         now = asyncio.get_running_loop().time()
         if self._lost_since is None:
@@ -225,9 +222,11 @@ class Joiner:
         return boot_id
 
     async def _give_adapter(self, replica: Replica, adapter: FleetAdapter) -> None:
-        others = [other for other in self._replicas() if other is not replica and other.client.connected.is_set()]
+        others = [
+            other for other in self._replicas.values() if other is not replica and other.client.connected.is_set()
+        ]
         try:
-            await self._adapters.give(replica, adapter, others)
+            await self._transfer.give_adapter(replica, adapter, others)
         except WrongOrder as error:
             if self._is_lost():
                 self._forget_adapter(adapter)

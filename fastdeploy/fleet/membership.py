@@ -15,7 +15,6 @@ from fastdeploy.core.errors import (
     ReplicaMisfit,
     ReplicaNotFound,
 )
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
@@ -24,7 +23,7 @@ from fastdeploy.fleet.rebuild import Report, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
@@ -47,19 +46,10 @@ class Membership:
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
-        self.leadership = Leadership(
-            config,
-            lambda: self.connected,
-            lambda: len(self.replicas),
-            self._begin,
-            self._renewed,
-            self._end,
-            lambda: -1 if self.state.changing else self.state.revision,
-            lambda: self.state.past_adapter_epoch,
-        )
+        self.leadership = Leadership(config, self.replicas, self.state, self._begin, self._renewed, self._end)
         self.hosts = RemoteHosts(config)
-        transfers = WeightTransfer(self.hosts), AdapterTransfer(self.hosts, config.fence_after_s)
-        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), *transfers)
+        transfer = Transfer(self.hosts, config.fence_after_s)
+        self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
 
     @property
     def quorum(self) -> list[Replica]:
@@ -80,10 +70,6 @@ class Membership:
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
         return self.state.boot_id
-
-    def deposed(self, why: str) -> None:
-        """Step down, because an engine follows another gateway."""
-        self.leadership.depose(why)
 
     async def run(self) -> None:
         """Follow the launcher, and lead, until this is cancelled. Raises an unexpected error of any task, since the

@@ -19,9 +19,9 @@ from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest, part_id
+from fastdeploy.fleet.endings import Ending
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Route, Seen
-from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator.messages import Output
 
 LOST = (EngineDead, EngineStalled)
@@ -104,8 +104,8 @@ class Part:
 class Relay:
     """A request of a client. outer: its stream, which the client reads. seen: its next token is not of older weights.
     tokens: by choice, those that the client has. num_losses: of replicas. on_end: called at each choice's end, with the
-    number of its tokens. endings: calls that end the request, in their order. Its replica may finish it, but no
-    other one goes on with it. The request always has a seed."""
+    number of its tokens. endings: calls that end the request, in their order. Unless they fail, its replica may finish
+    it, but no other one goes on with it. The request always has a seed."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Relay:
         part = attempt.part
         # An engine that has dropped this gateway may still run the request, with retain_s. Then it knows the id.
         may_be_refused = REFUSED if part.is_whole else (*REFUSED, DuplicateRequest)
-        if self.endings and isinstance(error, (*LOST, *may_be_refused)):
+        if self._endings_in_force and isinstance(error, (*LOST, *may_be_refused)):
             self._end_as_asked(part.open_choices)
         elif isinstance(error, LOST):
             self.num_losses += 1
@@ -241,10 +241,15 @@ class Relay:
         if choices:
             self._end_as_asked(choices)
 
+    @property
+    def _endings_in_force(self) -> list[Ending]:
+        return [ending for ending in self.endings if not ending.failed]
+
     def _end_as_asked(self, choices: Sequence[int]) -> None:
-        for ending in self.endings:
-            ending.note(self, choices)
-        self.end(choices, self.endings[0].why(self), self.endings[0].stop_reason(self))
+        first, *_ = endings = self._endings_in_force
+        for ending in endings:
+            ending.count(self.client_id, len(choices), sum(len(self.tokens[k]) for k in choices))
+        self.end(choices, first.why(self.request) or "", first.stop_reason(self.request))
 
     def end(self, choices: Sequence[int], why: str, stop_reason: str | None = None) -> None:
         """End open choices, which are at no replica, with reason "abort"."""

@@ -11,11 +11,10 @@ from typing import Any
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, EngineError, EngineStalled, FastDeployError, NotLeader
 from fastdeploy.fleet.call import FleetCall
-from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.endings import Ending
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.reports import refusal, replica_report, with_boot_id
 from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
-from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 
 LATE_TIMER_S = 0.5  # a timer that comes later than this shows that this process was stopped, or its loop was blocked
@@ -24,9 +23,9 @@ COMMANDS = {Phase.PREPARING: Command.PREPARE, Phase.COMMITTING: Command.COMMIT, 
 
 
 class RunningCall:
-    """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". ending: the requests that the
-    call ends; withdrawn if the call fails. fence(replica, why): cuts a replica off. ended(call): called once,
-    before the call is answered. deposed(error): called if a replica is led by another gateway; it ends this call.
+    """A call on ``replicas``. ending: the requests that the call ends. fence(replica, why): cuts a replica off.
+    ended(call): called once, before the call is answered. not_leader(error): called if a replica is led by another
+    gateway; it ends this call.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
@@ -34,22 +33,19 @@ class RunningCall:
         self,
         call: FleetCall[Any],
         replicas: Sequence[Replica],
-        config: FleetConfig,
-        shows_replicas: bool,
         ending: Ending,
         fence: Callable[[Replica, str], None],
         ended: Callable[[RunningCall], None],
-        deposed: Callable[[NotLeader], None],
+        not_leader: Callable[[NotLeader], None],
     ):
         self._loop = asyncio.get_running_loop()
         self._call = call
         self._replicas = {replica.name: replica for replica in replicas}
-        self._config = config
-        self._shows_replicas = shows_replicas
+        self._config = call.config
         self._ending = ending
         self._fence = fence
         self._ended = ended
-        self._deposed = deposed
+        self._not_leader = not_leader
         self._transaction = Transaction(self._replicas, call.rule)
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -179,7 +175,7 @@ class RunningCall:
                 self._act(self._transaction.lose(name, lost.message))
                 return
             except NotLeader as refused:
-                self._deposed(refused)
+                self._not_leader(refused)
                 return
             except FastDeployError as refused:
                 errors.append(refused)
@@ -225,7 +221,7 @@ class RunningCall:
         except FastDeployError as error:
             self._finish(error)
         else:
-            self._finish(report | {"replicas": replicas} if self._shows_replicas else report)
+            self._finish(report | {"replicas": replicas} if call.args.shows_replicas else report)
 
     @property
     def _boot_id(self) -> str:
@@ -245,7 +241,7 @@ class RunningCall:
             self._call.state.changing -= 1
             self._call.state.revision += 1
         if isinstance(outcome, FastDeployError):
-            self._ending.withdraw()
+            self._ending.failed = True
         self._ended(self)
         if self.future.done():
             return

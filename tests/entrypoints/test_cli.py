@@ -72,8 +72,6 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
         (["--max-bodies-mb", "0"], "--max-bodies-mb"),
         (["--max-uploads", "0"], "--max-uploads"),
         (["--max-connections", "0"], "--max-connections"),
-        (["--max-header-kb", "0"], "--max-header-kb"),
-        (["--header-s", "0"], "--header-s"),
         (["--body-idle-s", "0"], "--body-idle-s"),
         (["--max-reply-logprobs", "0"], "--max-reply-logprobs"),
         (["--fleet-endpoint", "http://here:1"], "--fleet-endpoint"),

@@ -15,7 +15,6 @@ from typing import Any, cast
 from fastdeploy.core import errors
 from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.call import Context, FleetCall
 from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
@@ -26,7 +25,7 @@ from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetAdapter, FleetHold, FleetState
 from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
 from fleet.model_replica import START, ModelReplica, Sent, Sources
 
@@ -306,9 +305,9 @@ class SimulatedFleet:
             if other == name or other in gateway.members
         }
         nowhere = cast(RemoteHosts, None)  # all replicas are on this host
-        transfers = WeightTransfer(nowhere), AdapterTransfer(nowhere, self.config.fence_after_s)
+        transfer = Transfer(nowhere, self.config.fence_after_s)
         leadership = cast(Leadership, SimulatedLeadership(state))
-        joiner = Joiner(self.config, state, leadership, lambda: list(connected.values()), *transfers)
+        joiner = Joiner(self.config, state, leadership, connected, transfer)
         try:
             self._loop.run_until_complete(joiner.bring(connected[name]))
         except (JoinBlocked, errors.WrongOrder):  # the second one: the replica refuses for reasons of its own

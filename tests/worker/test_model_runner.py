@@ -69,7 +69,7 @@ def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(
     assert np.mean(errors) < BFLOAT16_MEAN
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_wide", "qwen3_bf16"])
+@pytest.mark.parametrize("name", SPECS)
 def test_bits_do_not_depend_on_the_batch_or_the_chunk_size(name, make_runner):
     driver = Driver(make_runner(name))
     lengths = (1, 17, 100, 130)

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from fastdeploy.core.errors import ControlError, EngineDead
-from fastdeploy.fleet.launcher import Placement
-from fastdeploy.fleet.local_launcher import Action, Answer, Ask, LocalLauncher, ParentEnd, Placements
+from fastdeploy.fleet.launcher import Action, Answer, Ask, LocalLauncher, ParentEnd, Placement, Placements
 
 pytestmark = pytest.mark.anyio
 ONE = Placement("replica-0", "ipc:///a", "http://127.0.0.1:1", "here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from fastdeploy.core.errors import InvalidField, QueueFull
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.fleet.waiting import Ended, why_ended, with_ended
+from fastdeploy.fleet.endings import Ended, Ending
 from fastdeploy.inter_communicator import messages as m
 from fleet.test_relay import Fleet, in_loop, request
 
@@ -40,16 +39,17 @@ from fleet.test_relay import Fleet, in_loop, request
 def test_a_call_ends_the_requests_that_it_would_end_at_an_engine(args, ends_base, ends_adapter):
     for adapter, ends in (("", ends_base), ("a", ends_adapter)):
         request = AddRequest("x", [1], SamplingParams(), adapter=adapter)
-        relay = SimpleNamespace(client_id="x", request=request)
-        assert (why_ended(args, relay) is not None) is ends
+        assert (Ending(args).why(request) is not None) is ends
 
 
 def test_an_adapter_whose_requests_ended_in_the_gateway_was_found():
     nobody = {"aborted": [], "not_found": ["a"]}  # by the engines
-    args = m.AbortArgs(lora_name="a")
-    assert with_ended(args, nobody, {}) == nobody
+    ending = Ending(m.AbortArgs(lora_name="a"))
+    assert ending.report(nobody) == nobody
+    ending.count("x", 1, 3)
+    assert ending.ended == {"x": Ended(1, 3)}
     ended = {"request_id": "x", "output_token_count": 3}
-    assert with_ended(args, nobody, {"x": Ended(1, 3)}) == {"aborted": [ended], "not_found": []}
+    assert ending.report(nobody) == {"aborted": [ended], "not_found": []}
 
 
 # What a replica answers that has no request.
