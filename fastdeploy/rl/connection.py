@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Connection:
     """One address. api_key, control_key: keys of the data and control routes (None: FASTDEPLOY_API_KEY and
     FASTDEPLOY_CONTROL_KEY of the environment; "": no key). control_url: address of the control routes, if they have a
-    port of their own. is_local: the server is on this host."""
+    port of their own. is_local: the server is on this host. http: sends all but the large uploads."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Connection:
         self.url = one_address("url", url)
         self.control_url = one_address("control_url", control_url or url)
         self.is_local = urlsplit(self.url).hostname in LOOPBACK_HOSTS
-        self._http = http_client(headers)
+        self.http = http_client(headers)
         self._api_key = os.environ.get("FASTDEPLOY_API_KEY", "") if api_key is None else api_key
         self._control_key = os.environ.get("FASTDEPLOY_CONTROL_KEY", "") if control_key is None else control_key
 
     def copy(self) -> Connection:
         """Return a connection to the same address for another event loop."""
         keys = {"api_key": self._api_key, "control_key": self._control_key}
-        return Connection(self.url, control_url=self.control_url, headers=self._http.headers, **keys)
+        return Connection(self.url, control_url=self.control_url, headers=self.http.headers, **keys)
 
     async def close(self) -> None:
         """Close the connection, which cancels running calls."""
-        await self._http.aclose()
+        await self.http.aclose()
 
     def _target(self, path: str) -> tuple[str, dict[str, str]]:
         """Return the address and the authorization header of a route. The control key opens the data routes too."""
@@ -78,7 +78,7 @@ class Connection:
         """Return the result of a route (``kwargs`` of httpx). upload: pieces of the body, which are tensors; None: no
         body, or that in ``kwargs``. Raises Unreachable, also after ``timeout_s``, or the server's error."""
         url, headers = self._target(path)
-        send = self._http.request if upload is None else self._upload
+        send = self.http.request if upload is None else self._upload
         if upload is not None:
             headers["Content-Type"] = "application/octet-stream"
             headers["Content-Length"] = str(sum(memoryview(piece).nbytes for piece in upload))
@@ -100,7 +100,7 @@ class Connection:
     ) -> httpx.Response:
         """Send a request with a large body on a connection of its own. Stops sending when the server has answered."""
         early = EarlyReply()
-        async with http_client(self._http.headers) as http:
+        async with http_client(self.http.headers) as http:
             content = early.body(_slices(upload))
             return await http.request(method, url, content=content, extensions=early.extensions, **kwargs)
 
@@ -112,7 +112,7 @@ class Connection:
         timeout = httpx.Timeout(silence_s, connect=min(silence_s, 10.0), pool=None)
         url, headers = self._target(path)
         try:
-            async with self._http.stream("POST", url, json=body, timeout=timeout, headers=headers) as reply:
+            async with self.http.stream("POST", url, json=body, timeout=timeout, headers=headers) as reply:
                 if reply.status_code != 200:
                     raise reply_error(reply.status_code, reply.headers, await reply.aread())
                 yield read_events(reply.aiter_bytes())
