@@ -15,9 +15,17 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, parse_json, read_generation
-from fastdeploy.http.context import ServingContext, generation_request
+from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import Access
-from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage, ChatTokensBody
+from fastdeploy.http.openai.protocol import (
+    UNSUPPORTED,
+    ChatBody,
+    ChatMessage,
+    ChatTokensBody,
+    generation_request,
+    sampling_of,
+    text_options,
+)
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
 
@@ -61,9 +69,9 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
-    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
+    sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
     context.check_reply([sampling], [ids], body.request_fields().n)
-    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived, adapter)
+    return generation_request(body, "chatcmpl", [ids], [sampling], text_options(context, body), arrived, adapter)
 
 
 def _given_tokens(context: ServingContext, body: ChatTokensBody) -> list[int]:

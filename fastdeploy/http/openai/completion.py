@@ -14,9 +14,9 @@ from fastdeploy.client.generation import WORK_PER_TOKEN, Generation, GenerationR
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, read_generation
-from fastdeploy.http.context import ServingContext, generation_request
+from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import Access
-from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
+from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody, generation_request, sampling_of, text_options
 from fastdeploy.http.openai.reply import OpenAIReply, work_of
 from fastdeploy.http.openapi import streams, takes
 
@@ -48,10 +48,10 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     prompts = await tokenise(context, body)
     wanted = default_max_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = ("max_tokens", 1 if body.prompt_only else wanted)
-    sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    sampling = [sampling_of(context, body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     prompt_field = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
     context.check_reply(sampling, prompts, body.request_fields().n, prompt_field)
-    text = context.text_options(body, body.prompt_only)
+    text = text_options(context, body, body.prompt_only)
     return generation_request(body, "cmpl", prompts, sampling, text, arrived, adapter)
 
 

@@ -15,10 +15,10 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.calls import Routes, catching, read_body
+from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
 from fastdeploy.http.checkpoint_deltas.pulls import Pulls
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import OpenSession, place_pause, sglang_error, success
-from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
     VersionedBody,

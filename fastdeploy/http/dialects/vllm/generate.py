@@ -14,7 +14,8 @@ from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.core.request_fields import RequestFields, check_vocabulary
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json, read_generation
 from fastdeploy.http.calls import read_lenient
 from fastdeploy.http.context import ServingContext
@@ -171,10 +172,8 @@ class DetokenizeBody(LaxBody):
 # Fields of a chat body that its tokens depend on.
 RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
                       "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
-# Fields of a chat body that are sampling parameters.
-SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-                      "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
-                      "ignore_eos"})  # fmt: skip
+# Fields of a chat body that are sampling parameters of /inference/v1/generate too. Logprobs have other forms there.
+SAMPLING = {"n", "stop"} | {name for name in SamplingParams.__struct_fields__ if "logprobs" not in name}
 
 
 def add_text_routes(router: APIRouter, context: ServingContext) -> None:
@@ -207,8 +206,7 @@ def add_text_routes(router: APIRouter, context: ServingContext) -> None:
             raise ContextLengthExceeded("tokens", context.max_model_len, f"the text of {len(body.tokens)} tokens")
         if any(type(token) is not int for token in body.tokens):
             raise InvalidField("tokens", "expected a list of token ids")
-        if body.tokens:
-            context.check_vocabulary(body.tokens, "tokens")
+        check_vocabulary(body.tokens, context.vocab_size, "tokens")
         return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
     @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
