@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from acceptance.lib.chaos.figures import report
 from acceptance.lib.chaos.run import Chaos, Options
-from fastdeploy.core.collector import collect_rarely
+from fastdeploy.core.process import collect_rarely
 
 
 def say(line: str) -> None:

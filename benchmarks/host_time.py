@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import collect_rarely
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
@@ -158,7 +158,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
     watch_runner(clock, runner)
     clock.watch_method("apply", engine.scheduler, "apply")
     clock.watch_method("metrics", engine.metrics, "observe_tokens")
-    clock.watch_method("outputs", engine.lifecycle.delivery, "send_outputs")
+    clock.watch_method("outputs", engine.delivery, "send_outputs")
     clock.watch_method("encode and send", engine._transport, "send")
     clock.watch_method("the rest of the loop", engine, "run_once")
     return clock
@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> lis
         other.start()
         connected.wait()
         try:
-            while not engine.lifecycle.delivery.clients:
+            while not engine.delivery.clients:
                 engine.run_once(block=True)
             submit(engine, args, args.running + waiting)
             running = engine.scheduler.running

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.11.0"
+from fastdeploy.core.process import VERSION as __version__
+
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:

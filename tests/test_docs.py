@@ -8,11 +8,13 @@ import runpy
 
 import pytest
 
+from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import STATUS
 from fastdeploy.entrypoints.cli import make_parser
 from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
 from fastdeploy.fleet.transaction import Rule
-from fastdeploy.http.guards.route_access import ROUTES
+from fastdeploy.http.app import create_app
+from support.http_calls import route_table
 from support.markdown import EXAMPLES, PAGES, ROOT, anchors, blocks, code_spans, names, tables, text_without_blocks
 from test_layers import LAYERS
 
@@ -22,6 +24,7 @@ OPERATIONS, ARCHITECTURE, FLEET_PAGE = (
 OTHER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "acceptance/README.md")
 SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.startswith("settings of ")]
 COMMANDS = make_parser()._actions[-1].choices
+ROUTES = route_table(create_app(None, None, ServeConfig(model="m")))
 SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
 # Flags of other programs, which the pages name in their text.
 FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
@@ -56,7 +59,7 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
         if re.fullmatch(r"(fastdeploy|tests|benchmarks|acceptance|examples|custom_ops|deploy|docs)/[\w/.-]+", span):
             assert (ROOT / span).exists(), f"{page.name}: {span}"
         if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
-            assert span in ROUTES, f"{page.name}: {span}"
+            assert span in ROUTES.classes, f"{page.name}: {span}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):
             known = any(flag in command._option_string_actions for command in (SERVE, FLEET))
             assert known or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
@@ -116,7 +119,7 @@ def test_the_errors_and_their_status_are_those_of_the_tree():
 
 def test_the_architectures_are_those_of_the_models():
     told = {names(row[0])[0] for row in tables(OPERATIONS)["architectures"]}
-    models = (ROOT / "fastdeploy" / "model_executor" / "models" / "__init__.py").read_text()
+    models = "".join(path.read_text() for path in (ROOT / "fastdeploy" / "model_executor" / "models").glob("*.py"))
     assert told == set(re.findall(r'"(\w+ForCausalLM)"', models))
 
 

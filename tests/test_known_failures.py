@@ -60,7 +60,7 @@ also have tests with real processes in tests/e2e.
     tests/engine/updates/test_update_exactness.py::test_at_every_switch_point_the_continuation_is_that_of_torch
 22. The version label changed one token too early. Of several choices, only the first one had labels.
     tests/engine/test_common_engine.py::test_an_update_between_two_steps_changes_the_label_at_exactly_one_token
-    tests/http/serving/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
+    tests/http/openai/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
 23. Weights and label changed in two calls. A crash between the calls left a wrong label.
     tests/engine/updates/test_weight_session.py::test_a_commit_replaces_all_weights_at_once_while_requests_run
 24. A failed part of an update left half-new weights, and requests ran with them.
@@ -96,7 +96,7 @@ also have tests with real processes in tests/e2e.
     tests/engine/updates/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_the_next_commit
     tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
 34. Logprobs were of another distribution than the trainer's. An unsupported field was ignored and changed the data.
-    tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_its_value_is_neutral
+    tests/http/openai/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_its_value_is_neutral
 35. An update without a version label left the cached prefixes of the old weights in use.
     tests/engine/updates/test_weight_update.py::test_there_is_no_prefix_hit_on_kv_of_the_old_weights
 36. A dead API server left its requests running, and a drain waited for them.
@@ -110,17 +110,17 @@ also have tests with real processes in tests/e2e.
     tests/engine/pauses/test_scopes.py::test_held_requests_of_an_adapter_take_no_place_in_the_queue_of_others
 39. Equal prompts of one request drew equal samples.
     tests/worker/test_resubmission.py::test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone
-    tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_body
+    tests/http/openai/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_body
 40. A message that cannot be encoded ended the engine's loop.
     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
     tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
 41. A file whose opening never ends (a FIFO, a dead mount) blocked updates and sleep, with a hold that nothing released.
-    tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
+    tests/core/test_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
     tests/engine/test_staging_thread.py::test_a_sleep_that_waits_for_a_read_times_out_and_releases_its_hold
 42. The numbers of a safetensors header were multiplied before they were bounded: 12 s without a step.
     tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
 43. A large reply blocked an API server's event loop. The fence was late, and the server lost all its requests.
-    tests/http/serving/test_pace.py::test_a_whole_reply_is_made_in_slices
+    tests/http/openai/test_pace.py::test_a_whole_reply_is_made_in_slices
     tests/engine/pauses/test_pause_fence.py::test_a_slow_client_keeps_its_requests_and_the_report_names_it
 44. An engine that was busy with a long call was killed as stuck. A stuck engine was not noticed while nobody called it.
     tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
@@ -136,7 +136,7 @@ also have tests with real processes in tests/e2e.
     tests/rl/test_request_ids.py::test_a_named_group_that_is_aborted_twice_loses_no_token
 48. A reader of streams split lines at characters that JSON does not escape.
     tests/rl/test_replies.py::test_the_client_reads_text_with_every_separator
-    tests/http/serving/test_generation_routes.py::test_text_never_ends_a_line_of_a_stream_for_any_reader
+    tests/http/openai/test_generation_routes.py::test_text_never_ends_a_line_of_a_stream_for_any_reader
 49. A replica that joined read the source of an adapter again, which the trainer had overwritten. Two adapters, one label.
     tests/fleet/test_join.py::test_a_joiner_gets_the_adapter_that_was_loaded_though_the_trainer_has_overwritten_the_folder
     tests/fleet/test_control_weights.py::test_an_adapter_that_the_members_have_read_differently_is_loaded_nowhere
@@ -153,7 +153,7 @@ also have tests with real processes in tests/e2e.
     tests/fleet/test_join.py::test_engines_whose_start_has_the_tensors_of_the_fleet_get_its_eos_ids_too
 52. A part of the prompt's logprobs, after an abort within the prompt, was taken for all of them.
     tests/rl/test_continuation.py::test_a_part_of_the_prompt_logprobs_is_not_taken_for_all_of_them
-    tests/http/serving/test_token_meaning.py::test_after_an_abort_within_the_prompt_prompt_logprobs_are_null_on_every_route
+    tests/http/openai/test_token_meaning.py::test_after_an_abort_within_the_prompt_prompt_logprobs_are_null_on_every_route
 53. A page of metrics was cut at characters that only Unicode calls line ends. Nobody could read it, or it had forged lines.
     tests/fleet/test_reports.py::test_names_of_adapters_neither_break_nor_add_a_sample
     tests/http/fleet/test_replica_routes.py::test_the_metrics_of_a_fleet_are_readable_whatever_the_names_of_its_adapters
@@ -171,7 +171,7 @@ also have tests with real processes in tests/e2e.
 57. An abort of a tenant that has no adapter yet was an error, and its first sync never came.
     tests/http/dialects/test_adapter_callers.py::test_the_first_sync_of_a_skyrl_tenant_aborts_an_adapter_that_was_never_loaded
 58. The refusal of a long prompt lacked the words that clients look for ("maximum context length").
-    tests/http/serving/test_context_length.py::test_every_route_says_in_the_same_words_that_a_request_is_too_long
+    tests/http/openai/test_context_length.py::test_every_route_says_in_the_same_words_that_a_request_is_too_long
 """  # noqa: E501
 
 from __future__ import annotations

@@ -155,18 +155,34 @@ def is_public(name: str) -> bool:
     return name in PUBLIC or any(name.startswith(f"{package}.") for package in PUBLIC[1:])
 
 
-def test_no_files_import_in_a_circle():
-    done: set[str] = set()
+def assert_no_circle(imports: dict[str, set[str]]) -> None:
+    """imports: what each name imports, by name."""
+    visited: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join((*path[path.index(name) :], name))
-        if name not in done:
-            for target in sorted(imports_of(name) - {"fastdeploy"}):
+        if name not in visited:
+            for target in sorted(imports[name]):
                 visit(target, (*path, name))
-            done.add(name)
+            visited.add(name)
 
-    for name in modules():
+    for name in imports:
         visit(name, ())
+
+
+def test_no_files_import_in_a_circle():
+    assert_no_circle({name: imports_of(name) - {"fastdeploy"} for name in modules()})
+
+
+def test_no_rooms_of_the_engine_import_in_a_circle():
+    rooms: dict[str, set[str]] = {}
+    for name in modules():
+        if layer_of(name) == "engine":
+            room = ".".join(name.split(".")[:3])
+            targets = {".".join(target.split(".")[:3]) for target in imports_of(name) if layer_of(target) == "engine"}
+            rooms.setdefault(room, set()).update(targets - {room})
+    assert len(rooms) > 5
+    assert_no_circle(rooms)
 
 
 @pytest.mark.parametrize("layer", WITHOUT_PADDLE)

@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.lib.tensors import WEIGHTS, entries, head
 from fastdeploy.core import delta_format
+from fastdeploy.core.files import SHARED_MEMORY, new_file, write_all
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
-from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
 
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 

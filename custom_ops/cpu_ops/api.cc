@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 
 #include "kernels.h"
@@ -51,13 +52,13 @@ extern "C" {
 
 const char* fd_build_stamp() { return FD_BUILD_STAMP; }
 
-// Sizes that the caller compares with those of its own declarations of these structs.
-int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
-int64_t fd_sizeof_block() { return sizeof(Block); }
-int64_t fd_sizeof_step_args() { return sizeof(StepArgs); }
-int64_t fd_sizeof_stage_item() { return sizeof(StageItem); }
-int64_t fd_sizeof_delta_item() { return sizeof(DeltaItem); }
-int64_t fd_sizeof_stage_result() { return sizeof(StageResult); }
+// The size of a structure that the caller declares as well, by its number in STRUCTS (cpu_library.py); 0: unknown.
+int64_t fd_sizeof(int64_t number) {
+  constexpr int64_t kSizes[] = {sizeof(AttentionSpec), sizeof(Block),     sizeof(StepArgs),
+                                sizeof(StageItem),     sizeof(DeltaItem), sizeof(StageResult)};
+  constexpr int64_t kCount = std::size(kSizes);
+  return number < kCount ? kSizes[number] : avx2::block_bytes(number - kCount);
+}
 
 // The message of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
@@ -114,12 +115,13 @@ int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(lor
 // Returns 1 if between_layers ended the step.
 int fd_run_layers(const StepArgs* s) {
   int64_t last_attention = s->count - 1;
-  while (last_attention > 0 && s->blocks[last_attention].kind != BlockKind::kAttention) --last_attention;
-  StepState step = {s->batch, s->residual, s->batch.tokens, nullptr, s->num_rows, {s->adapters, s->adapter_rows, 0}};
-  for (int64_t i = 0; i < s->count; ++i) {
+  while (last_attention > 0 && s->blocks[last_attention].kind != kAttentionBlock) --last_attention;
+  StepState step = {
+      s->batch, s->cache, s->residual, s->batch.tokens, nullptr, s->num_rows, {s->adapters, s->adapter_rows, 0}};
+  for (int64_t i = 0, linear = 0; i < s->count; linear += s->blocks[i++].linears) {
     step.rows = i == last_attention ? s->rows : nullptr;
-    step.loras.linear = 2 * i;
-    if (const int status = FD_MATRIX(s->bf16, run_block, s->blocks[i], step)) return status;
+    step.loras.linear = linear;
+    if (const int status = FD_MATRIX(s->cache->bf16, run_block, s->blocks[i], step)) return status;
     if (s->blocks[i].ends_layer && s->between_layers != nullptr && s->between_layers() != 0) return 1;
   }
   return 0;
@@ -173,11 +175,13 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
                      data + c->offset(layer, which, sources[i]) * element, static_cast<size_t>(bytes));
 }
 
-int fd_attention(const AttentionArgs* a) { return FD_MATRIX(a->cache->bf16, attention, *a); }
+int fd_attention(const Batch* b, const AttentionSpec* s, const Cache* c, const float* qkv, float* out) {
+  return FD_MATRIX(c->bf16, attention, {*b, *s, c, qkv, out});
+}
 
-// The number of tasks that fd_attention makes of a batch; qkv and out may be null.
-int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {
-  return FD_MATRIX(a->cache->bf16, count_tasks, *a, count);
+// The number of tasks that fd_attention makes of a batch.
+int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, int64_t* count) {
+  return FD_MATRIX(c->bf16, count_tasks, {*b, *s, c, nullptr, nullptr}, count);
 }
 
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,

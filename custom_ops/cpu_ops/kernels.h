@@ -83,56 +83,43 @@ struct Batch {
   const int32_t *cu_tokens, *starts, *tables, *positions;
 };
 
-struct AttentionArgs : Batch {
-  const float* qkv;
-  float* out;
-  const Cache* cache;
-  int64_t layer, heads;
+// The fields of AttentionSpec of ops/interface.py, in the same order.
+struct AttentionSpec {
+  int64_t layer, heads, kv_heads, head_dim;
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
-  float eps;
-};
-
-// The blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
-
-// o(attention(qkv(x))).
-struct AttentionBlock {
-  const float* norm;  // of the residual, [hidden]
-  const Weight *qkv, *o;
-  float norm_eps;
-  AttentionArgs attention;  // without the batch, qkv and out
-};
-
-// down(silu(gate(x)) * up(x)).
-struct MlpBlock {
-  const float* norm;
-  const Weight *gate_up, *down;
   float norm_eps;
 };
 
-enum class BlockKind : int64_t { kAttention = 0, kMlp = 1 };
+// One call of attention.
+struct AttentionArgs : Batch, AttentionSpec {
+  const Cache* cache;
+  const float* qkv;
+  float* out;
+};
 
+// One of the blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
 struct Block {
-  BlockKind kind;
+  int64_t kind;        // its index in BLOCKS of ops/interface.py
+  int64_t linears;     // how many of its linears may have an adapter
   int64_t ends_layer;  // 1 for the last block of a layer
-  union {
-    AttentionBlock attention;
-    MlpBlock mlp;
-  };
+  const void* fields;  // the structure of its kind (layer.cc)
 };
+
+constexpr int64_t kAttentionBlock = 0;  // kind
 
 // A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
 // cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
 // of the residual. Null: all rows.
 struct StepArgs {
   Batch batch;
-  int64_t bf16;     // 1 if all weights and the cache are bfloat16, 0 if float32
-  float* residual;  // [tokens, hidden]
+  const Cache* cache;  // its type is that of all weights
+  float* residual;     // [tokens, hidden]
   const int64_t* rows;
   int64_t num_rows;
   const Block* blocks;
   int64_t count;
-  const Lora* const* const* adapters;  // of each adapter of the step, two linears of each block; null without a part
+  const Lora* const* const* adapters;  // of each adapter of the step, the linears of all blocks; null without a part
   const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
@@ -140,6 +127,7 @@ struct StepArgs {
 // The state of a step between two blocks.
 struct StepState {
   const Batch& batch;
+  const Cache* cache;
   float* residual;  // [m, hidden]
   int64_t m;
   const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
@@ -150,6 +138,7 @@ struct StepState {
 #define FD_DECLARE_KERNELS(isa)                                                                                \
   namespace isa {                                                                                              \
   void run_block(const Block& block, StepState& step);                                                         \
+  int64_t block_bytes(int64_t kind);                                                                           \
   void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras, \
               float* out);                                                                                     \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \

@@ -1,5 +1,7 @@
-// The blocks of a decoder layer, and single linears. Compiled once per instruction set.
+// The blocks of a decoder layer, and single linears. Compiled once per instruction set. The structures of blocks have
+// the fields of the classes of these names in ops/interface.py, in the same order.
 #include <cstring>
+#include <iterator>
 
 #include "linear/linear.h"
 #include "runtime/thread_pool.h"
@@ -7,6 +9,20 @@
 namespace fd {
 namespace FD_ISA {
 namespace {
+
+struct AttentionBlock {
+  const float* norm;  // of the residual, [hidden]
+  float norm_eps;
+  const Weight* qkv;
+  AttentionSpec attention;
+  const Weight* o;
+};
+
+struct MlpBlock {
+  const float* norm;
+  float norm_eps;
+  const Weight *gate_up, *down;
+};
 
 float* floats(ScratchSlot slot, int64_t count) {
   return static_cast<float*>(scratch(slot, static_cast<size_t>(count) * 4));
@@ -50,16 +66,12 @@ LoraRows second(LoraRows loras) {
 
 // residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.
 void attention_block(const AttentionBlock& block, StepState& step) {
-  AttentionArgs args = block.attention;
-  static_cast<Batch&>(args) = step.batch;
   const int64_t hidden = block.qkv->k, width = block.o->k;
   float* qkv = floats(kScratchQkv, step.m * block.qkv->n);
   float* attended = floats(kScratchAttended, step.m * width);
   multiply(make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
            step.loras, qkv, false);
-  args.qkv = qkv;
-  args.out = attended;
-  attention(args);
+  attention({step.batch, block.attention, step.cache, qkv, attended});
   if (step.rows != nullptr) {
     step.m = step.num_rows;
     pick_rows(attended, step.rows, step.m, width, attended);
@@ -83,10 +95,13 @@ void mlp_block(const MlpBlock& block, const StepState& step) {
 }  // namespace
 
 void run_block(const Block& block, StepState& step) {
-  switch (block.kind) {
-    case BlockKind::kAttention: return attention_block(block.attention, step);
-    case BlockKind::kMlp: return mlp_block(block.mlp, step);
-  }
+  if (block.kind == kAttentionBlock) return attention_block(*static_cast<const AttentionBlock*>(block.fields), step);
+  mlp_block(*static_cast<const MlpBlock*>(block.fields), step);
+}
+
+int64_t block_bytes(int64_t kind) {
+  constexpr int64_t kBytes[] = {sizeof(AttentionBlock), sizeof(MlpBlock)};
+  return kind < static_cast<int64_t>(std::size(kBytes)) ? kBytes[kind] : 0;
 }
 
 void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras,

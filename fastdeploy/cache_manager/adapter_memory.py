@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fastdeploy.core.request import Request
-from fastdeploy.core.scope import ServedModel
+from fastdeploy.core.request import Request, ServedModel
 
 
 @dataclass(eq=False)

@@ -1,107 +1,92 @@
-"""Settings of the processes: immutable, without unknown keys. The supervisor passes them to its children as JSON."""
+"""Settings of the processes: immutable, without unknown keys. The supervisor passes them to its children as JSON.
+
+A setting with a Flag is a flag of the command line, whose type, default and text come from here.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import tempfile
-from typing import TypeVar
+from functools import partial
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.files import SHARED_MEMORY
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
-from fastdeploy.core.shared_files import SHARED_MEMORY
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 STANDBY_POLICIES = ("auto", "on", "off")
 MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
+STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
+and KV cache and 1 GiB are free, kept while 1 GiB is free"""
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
+class Flag(NamedTuple):
+    """The flag of a setting: the heading in ``--help`` that it is under, its text with what holds without it, and the
+    values that it may have (none = any of its type)."""
+
+    heading: str
+    text: str
+    choices: tuple[str, ...] = ()
+
+
+_http, _request, _access = partial(Flag, "HTTP"), partial(Flag, "requests"), partial(Flag, "access")
+_limit = partial(Flag, "connections, request bodies and uploads")
+_engine, _weight, _adapter = partial(Flag, "engine"), partial(Flag, "weights"), partial(Flag, "adapters")
+_fleet = partial(Flag, "fleet")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the engine process.
+    """Settings of the engine process. model_roots: folders that weights may be loaded from; ("/",) is any path, () is
+    none. fleet_endpoint: port 0 = any free one.
 
-    Model
-        served_model_name: the model's name in requests and replies.
-        max_model_len: tokens of prompt and output together; None = the checkpoint's own.
-
-    Steps
-        max_num_seqs: sequences in one step.
-        max_num_batched_tokens: tokens in one step.
-        max_step_ms: longest time that a step with prefill should take.
-        heartbeat_s: time between two heartbeats to the API servers.
-        engines_on_host: engines that share this machine; each takes its part of the memory that is free.
-
-    KV cache
-        block_size: tokens of one KV block.
-        num_gpu_blocks_override: KV blocks; None = from kv_cache_gb.
-        kv_cache_gb: GiB of KV cache; None = from the memory that is free.
-
-    Fleet
-        fleet_endpoint: second address that the engine listens on, for the gateway of a fleet: "ipc://path" or
-            "tcp://host:port", port 0 = any free one; "" = none. TCP needs FASTDEPLOY_FLEET_KEY in the environment.
-
-    Requests
-        max_waiting: choices that may wait; further requests get 429.
-        max_retained: requests with retain_s whose results are kept.
-        max_retained_mb: MiB that the results of all requests with retain_s may take.
-
-    Weights
-        model_roots: folders that weights may be loaded from; ("/",) is any path, () is none.
-        upload_dir: see ServeConfig.
-        spill_dir: folder for sleeping weights; "" = the temporary folder.
-        stage_timeout_s: seconds to read and check new weights, or one part of them, if the call names none.
-        standby_weights: keep a second copy of the weights, which makes updates fast: auto = where memory allows.
-        lost_commit: an earlier engine of this server had newer weights.
-
-    Restarts
-        short_lives: times in a row that the engine of this server has ended, without a minute of service between.
-
-    Adapters
-        adapter_memory_mb: MiB of packed adapters in memory; adapters beyond that are read again when they are named.
-        adapter_root: folder in which unknown adapter names are looked up; "" = nowhere.
-        adapter_store: folder for copies of loaded adapters; "" = the temporary folder.
-        max_lora_rank: largest rank of an adapter.
-
-    Trace
-        trace: file for a trace of all that happens; "" = none. trace_max_mb: MiB after which the trace ends.
+    Not flags: heartbeat_s, seconds between two heartbeats to the API servers. lost_commit: an earlier engine of this
+    server had newer weights. short_lives: times in a row that the engine of this server has ended, without a minute of
+    service between. engines_on_host: engines that share this machine; each takes its part of the memory that is free.
     """
 
     model: str
     served_model_name: str = "default"
-    dtype: str = "auto"
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_gb: float | None = None
-    max_waiting: int = 16384
-    max_step_ms: float = 250.0
-    enable_prefix_caching: bool = True
+    model_roots: tuple[str, ...] = ()
     heartbeat_s: float = 1.0
     lost_commit: bool = False
     short_lives: int = 0
-    model_roots: tuple[str, ...] = ()
-    upload_dir: str = ""
-    spill_dir: str = ""
-    max_retained: int = 4096
-    stage_timeout_s: float = 600.0
-    standby_weights: str = "auto"
-    max_retained_mb: int = 1024
-    adapter_memory_mb: int = 1024
-    adapter_root: str = ""
-    adapter_store: str = ""
-    max_lora_rank: int = 64
-    trace: str = ""
-    trace_max_mb: int = 1024
     engines_on_host: int = 1
-    fleet_endpoint: str = ""
+
+    dtype: Annotated[str, _engine("of weights and KV cache; auto: the checkpoint's", DTYPES)] = "auto"
+    max_model_len: Annotated[int | None, _engine("tokens of prompt and output together (the checkpoint's)")] = None
+    max_num_seqs: Annotated[int, _engine("sequences per step")] = 32
+    max_num_batched_tokens: Annotated[int, _engine("tokens per step")] = 2048
+    max_step_ms: Annotated[float, _engine("time that a step with prefill should not pass")] = 250.0
+    max_waiting: Annotated[int, _engine("choices that may wait, then 429")] = 16384
+    block_size: Annotated[int, _engine("tokens per KV block")] = 16
+    num_gpu_blocks_override: Annotated[int | None, _engine("KV blocks (from --kv-cache-gb, or the free memory)")] = None
+    kv_cache_gb: Annotated[float | None, _engine("memory for the KV cache in GiB")] = None
+    enable_prefix_caching: Annotated[bool, _engine("reuse the KV of equal prompt beginnings")] = True
+    max_retained: Annotated[int, _engine("results kept for retain_s")] = 4096
+    max_retained_mb: Annotated[int, _engine("MiB of such results, those of running requests included")] = 1024
+    trace: Annotated[str, _engine("file for a trace; one that exists is kept, and NAME.2.json is written")] = ""
+    trace_max_mb: Annotated[int, _engine("MiB after which a trace ends")] = 1024
+
+    upload_dir: Annotated[str, _weight("where uploads are spooled (shared memory if it has room, or TMPDIR)")] = ""
+    stage_timeout_s: Annotated[float, _weight("seconds in which new weights, or a part, must be read")] = 600.0
+    spill_dir: Annotated[str, _weight("where sleeping weights are written (TMPDIR)")] = ""
+    standby_weights: Annotated[str, _weight(STANDBY, STANDBY_POLICIES)] = "auto"
+
+    adapter_memory_mb: Annotated[int, _adapter("MiB of packed adapters; those used least recently leave")] = 1024
+    adapter_root: Annotated[str, _adapter("folder in which unknown adapter names are looked up (nowhere)")] = ""
+    adapter_store: Annotated[str, _adapter("where the server keeps copies of loaded adapters (TMPDIR)")] = ""
+    max_lora_rank: Annotated[int, _adapter("largest rank of an adapter")] = 64
+
+    fleet_endpoint: Annotated[str, _fleet(f"second address of the engine, for a fleet: {FLEET_ENDPOINT} (none)")] = ""
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -111,94 +96,61 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             is_file = os.path.isfile(self.trace) or not os.path.exists(self.trace)
             _require("trace", is_file, "a regular file or a new one", self.trace)
             _require_writable("trace", os.path.dirname(os.path.abspath(self.trace)))
-        _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        policy = self.standby_weights
-        _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
+        _require_choices(self)
         require_positive_numbers(self, but=("max_retained", "short_lives"))
         _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the API servers. The limits of connections and bodies are per API server process.
+    """Settings of the API servers. The limits of connections and bodies are per API server process. model_roots,
+    stage_timeout_s, upload_dir: as in EngineConfig. trust_request_chat_template: a template is a program, which the API
+    server runs. dialect_hold_ttl_s: the pause routes of frameworks have no field for it, so nobody would release the
+    hold of a trainer that died.
 
-    Address
-        host, port: address to listen on; port 0 = any free one.
-        workers: API server processes.
-        control_port: the only port that answers control routes; None = port.
-
-    Life
-        keepalive_s: seconds without an event after which an open stream gets an SSE comment.
-        http_keepalive_s: seconds after which an idle connection is closed.
-        shutdown_s: seconds for an orderly end, after which processes are killed.
-        stall_s: seconds without a heartbeat after which the engine is killed as stuck.
-
-    Connections and request bodies
-        max_connections: open connections at once (429).
-        max_header_kb: KiB of the headers of one request (431).
-        header_s: seconds in which the headers of a request must arrive (408).
-        max_body_mb: MiB of one request body (413).
-        max_bodies_mb: MiB of all request bodies that are being received; others wait up to body_idle_s (429).
-        body_idle_s: seconds in which each MiB of a request body must arrive (408).
-
-    Weight uploads
-        max_upload_mb: MiB of one weight upload (413).
-        max_uploads: weight uploads at once; others wait up to body_idle_s (429).
-        upload_dir: folder for uploads; "" = shared memory if it has room, else the temporary folder.
-
-    Weights
-        model_roots, stage_timeout_s: as in EngineConfig, for the routes that copy and patch checkpoints.
-        pull_root: folder below which those routes may write; "" = nowhere.
-
-    Requests and replies
-        served_model_name: the model's name in requests and replies.
-        logprobs_mode: mode of a request that names none.
-        max_reply_logprobs: log probabilities that one request may ask for.
-        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause call of that dialect that names no mode.
-        dialect_hold_ttl_s: seconds after which the hold of such a pause ends by itself. These routes have no field for
-            it, so nobody would release the hold of a trainer that died.
-
-    Access
-        trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
-        insecure_control: control routes need no key, even if other machines can reach them.
-        allowed_hosts: names that the Host header may have, besides the names of loopback; "*" = any.
-        allowed_origins: origins of web pages that may use this server; "*" = any.
+    Not flags: http_keepalive_s, seconds after which an idle connection is closed. max_header_kb, header_s: KiB of the
+    headers of a request (431), and seconds in which they must arrive (408).
 
     API keys are not settings, since /server_info shows the settings (see http/guards/keys.py).
     """
 
     model: str
     served_model_name: str = "default"
-    host: str = "127.0.0.1"
-    port: int = 8180
-    workers: int = 1
-    keepalive_s: float = 10.0
-    shutdown_s: float = 10.0
-    stall_s: float = 10.0
+    model_roots: tuple[str, ...] = ()
+    stage_timeout_s: float = 600.0
+    upload_dir: str = ""
     http_keepalive_s: int = 75
-    max_body_mb: int = 32
-    max_upload_mb: int = 4096
-    max_bodies_mb: int = 512
-    max_uploads: int = 4
-    max_connections: int = 16384
     max_header_kb: int = 256
     header_s: float = 30.0
-    body_idle_s: float = 30.0
-    max_reply_logprobs: int = 8 << 20
-    upload_dir: str = ""
-    logprobs_mode: str = "raw"
-    vllm_pause_mode: str = "abort"
-    sglang_pause_mode: str = "abort"
-    areal_pause_mode: str = "abort"
-    dialect_hold_ttl_s: float = 600.0
-    trust_request_chat_template: bool = False
-    model_roots: tuple[str, ...] = ()
-    control_port: int | None = None
-    insecure_control: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    pull_root: str = ""
-    stage_timeout_s: float = 600.0
+
+    host: Annotated[str, _http("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _http("port to listen on, 0 = any free one")] = 8180
+    workers: Annotated[int, _http("API server processes")] = 1
+    keepalive_s: Annotated[float, _http("a stream that is silent for so many seconds gets a comment")] = 10.0
+    shutdown_s: Annotated[float, _http("seconds that a shutdown may take; then processes are killed")] = 10.0
+    stall_s: Annotated[float, _http("an engine that is silent for so many seconds is killed")] = 10.0
+
+    max_connections: Annotated[int, _limit("open connections (429)")] = 16384
+    max_body_mb: Annotated[int, _limit("MiB a request body may have (413)")] = 32
+    max_bodies_mb: Annotated[int, _limit("MiB of bodies being received; others wait for body_idle_s, then 429")] = 512
+    body_idle_s: Annotated[float, _limit("seconds in which each MiB of a body must arrive (408)")] = 30.0
+    max_upload_mb: Annotated[int, _limit("MiB a weight upload may have (413)")] = 4096
+    max_uploads: Annotated[int, _limit("weight uploads at once; others wait for body_idle_s, then 429")] = 4
+
+    max_reply_logprobs: Annotated[int, _request("of one request: choices x max_tokens x (1 + top)")] = 8 << 20
+    logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
+    trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
+    vllm_pause_mode: Annotated[str, _request("of a pause by a vllm route that names no mode", PAUSE_MODES)] = "abort"
+    sglang_pause_mode: Annotated[str, _request("the same for routes of sglang", PAUSE_MODES)] = "abort"
+    areal_pause_mode: Annotated[str, _request("the same for routes of areal", PAUSE_MODES)] = "abort"
+    dialect_hold_ttl_s: Annotated[float, _request("seconds after which the hold of such a pause ends")] = 600.0
+
+    control_port: Annotated[int | None, _access("the only one for control routes, 0 = any free one (--port)")] = None
+    insecure_control: Annotated[bool, _access("other machines need no key for control routes")] = False
+    allowed_hosts: Annotated[tuple[str, ...], _access("names of this host: A,B; * = any (on loopback its own)")] = ()
+    allowed_origins: Annotated[tuple[str, ...], _access("origins of web pages: A,B; * = any (its own)")] = ()
+
+    pull_root: Annotated[str, _weight("folder below which pulls write; weights may be loaded from it (nowhere)")] = ""
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -215,10 +167,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
-        _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
-        for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
-            _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
+        _require_choices(self)
         return self
+
+
+def flags_of(kind: type[msgspec.Struct]) -> list[tuple[msgspec.structs.FieldInfo, Flag]]:
+    """Return the settings of a config that have a flag, in order. The type of each is Annotated."""
+    marked = [(field, getattr(field.type, "__metadata__", ())) for field in msgspec.structs.fields(kind)]
+    return [(field, mark) for field, marks in marked for mark in marks if isinstance(mark, Flag)]
 
 
 def upload_folders(upload_dir: str) -> tuple[str, ...]:
@@ -255,6 +211,12 @@ def from_json(text: str, kind: type[Config]) -> Config:
 def _require(field: str, ok: bool, expected: str, got: object) -> None:
     if not ok:
         raise InvalidField(field, f"expected {expected}, got {got!r}")
+
+
+def _require_choices(config: msgspec.Struct) -> None:
+    for field, flag in flags_of(type(config)):
+        value = getattr(config, field.name)
+        _require(field.name, not flag.choices or value in flag.choices, f"one of {', '.join(flag.choices)}", value)
 
 
 def require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...] = ()) -> None:

@@ -18,7 +18,7 @@ import os
 
 import msgspec
 
-from fastdeploy.core.safe_files import open_regular, read_whole
+from fastdeploy.core.files import open_regular, read_whole
 
 SYNC, LOCK, STATE = ".weight_sync", "lock", "state.json"
 MAX_STATE_BYTES = 1 << 16

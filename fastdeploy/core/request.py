@@ -1,18 +1,19 @@
-"""One sequence in the engine, its state machine, and the table that holds all of them."""
+"""The models that requests name, with the scopes that they are paused with; one sequence in the engine and its state
+machine; and the table that holds all sequences."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import ServedModel
-from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.core.served_weights import ADAPTER_PREFIX, ServedWeights
 
 
 class RequestState(StrEnum):
@@ -52,6 +53,73 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.RUNNING, RequestEvent.END): RequestState.ENDING,
     (RequestState.ENDING, RequestEvent.RETIRE): RequestState.FINISHED,
 }
+
+
+@dataclass
+class Totals:
+    """Choices that have ended since the engine started, and the output tokens of the aborted choices."""
+
+    aborted: int = 0
+    finished: int = 0
+    aborted_tokens: int = 0
+
+
+class ServedModel:
+    """A model that requests can name: the base model, or an adapter over it.
+
+    scope: the scope that its requests are paused with. served: the weights that compute its requests from the next
+    step on; only the engine's loop replaces the value, between two steps. requests: all choices in the engine that name
+    the model, in order of arrival. nbytes: of an adapter, packed in memory; None until the adapter has been read."""
+
+    __slots__ = ("nbytes", "requests", "scope", "served")
+
+    def __init__(self, scope: Scope, served: ServedWeights):
+        self.scope = scope
+        self.served = served
+        self.requests: dict[Request, None] = {}
+        self.nbytes: int | None = None
+
+
+class Scope:
+    """Requests that are paused together: of the whole engine, or of one adapter name.
+
+    above: the scope of the whole engine, or None for that scope itself. boot_id: of the engine; weight_epoch
+    restarts with it. totals: of the requests that the scope covers. model: the model whose label the reports
+    of the scope show. num_models: models of an adapter's scope that are known or have requests."""
+
+    __slots__ = ("above", "boot_id", "id", "model", "num_models", "totals")
+
+    model: ServedModel
+
+    def __init__(self, scope_id: str, boot_id: str = "", above: Scope | None = None):
+        self.id = scope_id
+        self.boot_id = boot_id
+        self.above = above
+        self.totals = Totals()
+        self.num_models = 0
+        self.model = ServedModel(self, ServedWeights()) if above is None else above.model
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter name of the scope; None for the whole engine."""
+        return None if self.above is None else self.id.removeprefix(ADAPTER_PREFIX)
+
+    def covers(self, other: Scope) -> bool:
+        """Whether a pause of this scope concerns the requests of ``other``."""
+        return other is self or other.above is self
+
+    def __str__(self) -> str:
+        return "the engine" if self.above is None else f"adapter {self.lora_name!r}"
+
+    def weights_label(self) -> dict[str, Any]:
+        """Return the label of the weights that serve, for reports. That of an adapter's scope has its name."""
+        served = self.model.served
+        label = {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}
+        if self.lora_name is not None:
+            label["lora_name"] = self.lora_name
+        if served.adapter:
+            label["adapter_epoch"] = served.adapter_epoch
+        return label
 
 
 class Request:
@@ -162,10 +230,10 @@ class Request:
         elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
-        """Add one token that ``served`` has sampled, and return the span that labels it."""
+    def append(self, token_ids: list[int], served: ServedWeights, now: float) -> Span:
+        """Add tokens that ``served`` has sampled, and return the span that labels them."""
         at = self.num_output_tokens
-        self.token_ids.append(token_id)
+        self.token_ids += token_ids
         if served is not self.served:
             self._change_weights(at, served)
         self.first_token_at = self.first_token_at or now
@@ -174,7 +242,7 @@ class Request:
             served.version,
             served.weight_epoch,
             at,
-            at + 1,
+            at + len(token_ids),
             self.kv_recomputed,
             served.adapter_name,
             served.adapter_epoch,

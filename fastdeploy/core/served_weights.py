@@ -1,5 +1,5 @@
-"""The label of the weights that serve, which spans, prefix roots, reports and metrics read, and all that a commit of
-base weights changes."""
+"""The names of what serves, for clients; the label of the weights that serve, which spans, prefix roots, reports and
+metrics read; and all that a commit of base weights changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+
+WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
+ADAPTER_PREFIX = "adapter:"
+MAX_LORA_NAME_CHARS = 256
+# Names of the base model that clients and gateways send for their users who named no model: SkyRL "default",
+# smg and sglang-router "unknown".
+BASE_NAMES = ("default", "unknown")
+
+
+def adapter_scope(lora_name: str | None) -> str:
+    """Return the id of an adapter's scope; None stands for the whole engine."""
+    return WHOLE_ENGINE if lora_name is None else ADAPTER_PREFIX + lora_name
 
 
 class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -1,7 +1,7 @@
 """Checks of a weight source that need no access to files.
 
 The loop's thread must not open a file, since a dead mount would block the thread. The staging thread checks, when it
-opens a folder, that the folder lies beneath a root after all links are followed (``safe_files``).
+opens a folder, that the folder lies beneath a root after all links are followed (``files``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import os
 
 from fastdeploy.core.config import UPLOAD_PREFIX, upload_folders
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.files import SHARED_MEMORY, path_problem
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source, StreamSource
 
 MAX_NBYTES = 2**63 - 1

@@ -16,43 +16,39 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy import __version__
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, RequestError
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.host import host_id
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.process import VERSION, host_id
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.field_checks import check_label
-from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.handlers import handlers_of, handles
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.leadership import Leadership
-from fastdeploy.engine.pauses.scopes import Scopes
-from fastdeploy.engine.processes import process_runs
-from fastdeploy.engine.requests.admission import AdmissionControl
-from fastdeploy.engine.requests.delivery import ClientProcess
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
+from fastdeploy.engine.requests.delivery import ClientProcess, Delivery, process_runs
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
-from fastdeploy.engine.requests.retained_log import RetainedLog
-from fastdeploy.engine.requests.retention import Retention
+from fastdeploy.engine.requests.retention import RetainedLog, Retention
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
-from fastdeploy.engine.views.fleet_report import FleetReport
-from fastdeploy.engine.views.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
+from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
+from fastdeploy.engine.views.state import EngineParts, fleet_state
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import StateReader, Viewers
+from fastdeploy.engine.views.viewers import Viewers
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.pacer import StepPacer
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -77,61 +73,50 @@ class CommonEngine:
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
-        self.config = config
-        self.info = info
-        self.boot_id = boot_id or uuid.uuid4().hex
-        self._runner = runner
-        self._transport = transport
-        self._inbox = Inbox(transport, lambda client: self.leadership.leads(client))
-        self._clock = clock
-        self.events = EventLog(clock)
+        self.config, self.info, self.boot_id = config, info, boot_id or uuid.uuid4().hex
+        self._runner, self._transport, self._clock, wake = runner, transport, clock, transport.wake
+        events, metrics = self.events, self.metrics = EventLog(clock), EngineMetrics()
+
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
-        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.adapter_memory = AdapterMemory(config.adapter_memory_mb << 20)
-        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory, self.events)
-        self.metrics = EngineMetrics()
-        self._finite_watch = FiniteWatch(self.metrics)
-        retained_log = retained_log or RetainedLog()
-        self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
-        self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
-        self.scopes = Scopes(self.lifecycle, self.boot_id, clock, self.events)
-        self.pause = self.scopes.whole_pause
-        policy = SourcePolicy(config.model_roots, config.upload_dir)
-        self.adapters = AdapterRegistry(
-            config, runner, self.scopes, self.lifecycle, policy, transport.wake, clock, self.events
-        )
+        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
+        scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory, events)
+
+        retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log or RetainedLog())
+        delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
+        lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
+
+        scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, self.boot_id, clock, events)
+        policy, stage_timeout_s = SourcePolicy(config.model_roots, config.upload_dir), config.stage_timeout_s
+        adapters = AdapterRegistry(config, runner, scopes, scheduler, lifecycle, metrics, policy, wake, clock, events)
+        switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
+        pause, clients = scopes.whole_pause, delivery.clients
+        weights = WeightSessions(runner, switch, pause, policy, wake, clock, stage_timeout_s, clients, events)
+        sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, stage_timeout_s)
         admission = AdmissionControl(
-            info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
+            info, config.max_waiting, scheduler, delivery, lifecycle, retention, scopes, adapters
         )
-        switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit, self.events)
-        clients = self.lifecycle.delivery.clients
-        self.weights = WeightSessions(
-            runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s, clients, self.events
-        )
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
-        self.leadership = Leadership(clock, clients)
-        self._fleet_report = FleetReport(
-            self.leadership, self.scheduler, self.scopes, self.weights, self.adapters, runner, switch.committed
-        )
-        reader = StateReader(self.scheduler, self.kv, self.metrics, self.scopes, self.weights, self.adapters, runner)
-        self.viewers = Viewers(self.events, reader, clock)
-        self._switch = switch
-        add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
-        add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
-        add_control_gauges(self.metrics, self.pause, self.weights, runner, config.short_lives)
-        self._next_heartbeat = 0.0
-        self._stopping = False
-        self._was_busy = False
+        leadership = Leadership(clock, clients)
+
+        self._parts = EngineParts(runner, scheduler, metrics, retention, scopes, adapters, weights, switch, leadership)
+        add_gauges(self._parts, config.short_lives)
+        self.viewers, self._non_finite = Viewers(events, self._parts, clock), NonFiniteWatch(metrics)
+        self.scheduler, self.retention, self.delivery, self.lifecycle = scheduler, retention, delivery, lifecycle
+        self.scopes, self.pause, self.adapters, self._switch = scopes, pause, adapters, switch
+        self.weights, self.sleeper, self.leadership = weights, sleeper, leadership
+        self._inbox = Inbox(transport, leadership.leads)
+        self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
             AddRequest: admission.add,
-            m.CancelRequest: self.lifecycle.cancel,
+            m.CancelRequest: lifecycle.cancel,
             m.Call: self._call,
             m.Malformed: self._malformed,
-            m.FenceAck: lambda client, ack: self.lifecycle.delivery.acknowledge(client, ack.fence_id),
+            m.FenceAck: delivery.acknowledge,
         }
-        requests_and_weights = (self.lifecycle, self.scopes, self.weights, switch, self.adapters, self.adapters.lookups)
-        self._on_call = handlers_of(self, *requests_and_weights, self.sleeper, self.viewers, self._fleet_report)
+        self._on_call = handlers_of(
+            self, lifecycle, scopes, weights, switch, adapters, adapters.lookups, sleeper, self.viewers
+        )
         if config.lost_commit:
             self.weights.hold_for_republish()
 
@@ -161,7 +146,7 @@ class CommonEngine:
     def _dismiss_gateway(self) -> None:
         """Drop the gateway that leads. Its requests need not end with this engine: they go on at another one."""
         if self.leadership.gateway:
-            self.lifecycle.delivery.dismiss(self.leadership.gateway)
+            self.delivery.dismiss(self.leadership.gateway)
 
     def stop(self) -> None:
         """Ask the loop to end. Safe to call from any thread and from a signal handler."""
@@ -174,7 +159,7 @@ class CommonEngine:
             self._handle(client, message)
             self.weights.swap_prepared()
         self.send_heartbeats()
-        self.lifecycle.delivery.drop_unreachable()
+        self.delivery.drop_unreachable()
         self.weights.poll()
         self.adapters.poll()
         self.viewers.poll()
@@ -205,12 +190,12 @@ class CommonEngine:
             self.adapters.next_deadline(),
             self.sleeper.next_deadline(),
             self.viewers.next_deadline(),
-            self.lifecycle.deadlines.next(),
+            self.lifecycle.next_deadline(),
             self._next_heartbeat,
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
-    def _step(self, plan: StepPlan) -> list[NewToken]:
+    def _step(self, plan: StepPlan) -> list[NewTokens]:
         if not self.events.watched_steps:
             return self._compute(plan) or []
         began, requests = self._clock(), self.scheduler.in_flight
@@ -219,7 +204,7 @@ class CommonEngine:
         self.events.add(EventKind.STEP, "", seconds=self._clock() - began, **fields)
         return tokens or []
 
-    def _compute(self, plan: StepPlan) -> list[NewToken] | None:
+    def _compute(self, plan: StepPlan) -> list[NewTokens] | None:
         """Compute one step. Return its tokens, or None if the step was given up for a pause."""
         result = self._runner.execute(plan, self._between_layers)
         if result is None:
@@ -229,7 +214,7 @@ class CommonEngine:
         self._inbox.step_completed()
         before = self.scheduler.num_non_finite
         tokens = self.scheduler.apply(plan, result)
-        self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
+        self._non_finite.observe(plan, len(tokens), self.scheduler.num_non_finite - before)
         return tokens
 
     def _between_layers(self) -> bool:
@@ -247,14 +232,14 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.lifecycle.delivery.send_heartbeats()
+            self.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine | m.Malformed) -> None:
         """Handle one message. A handler that raises an unexpected exception has answered the message. The engine then
         goes on if its state is consistent. If not, the engine ends, as after a failed step."""
-        if client not in self.lifecycle.delivery.clients and not isinstance(message, m.Hello):
+        if client not in self.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return
         try:
@@ -269,16 +254,16 @@ class CommonEngine:
         """Answer the call or the request that could not be decoded."""
         error = RequestError(f"the engine cannot read this message: {message.why}")
         if message.call_id is not None:
-            self.lifecycle.delivery.reply(client, message.call_id, {}, error)
+            self.delivery.reply(client, message.call_id, {}, error)
         if message.request_id is not None:
-            self.lifecycle.delivery.reject(client, message.request_id, error)
+            self.delivery.reject(client, message.request_id, error)
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         here = hello.host in ("", host_id())
-        self.lifecycle.delivery.clients[client] = ClientProcess(hello.pid, here)
-        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, __version__)
-        self.lifecycle.delivery.send(client, welcome)
-        self.lifecycle.delivery.send(client, m.Heartbeat())
+        self.delivery.clients[client] = ClientProcess(hello.pid, here)
+        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION)
+        self.delivery.send(client, welcome)
+        self.delivery.send(client, m.Heartbeat())
 
     def _call(self, client: str, call: m.Call) -> None:
         answered = False
@@ -287,7 +272,7 @@ class CommonEngine:
             nonlocal answered
             if not answered:  # a handler that failed may have kept ``answer`` for later
                 answered = True
-                self.lifecycle.delivery.reply(client, call.call_id, result, error)
+                self.delivery.reply(client, call.call_id, result, error)
 
         try:
             self.leadership.check(call.args, client)
@@ -306,7 +291,11 @@ class CommonEngine:
         self.leadership.lead(args, client)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)
-        return self._fleet_report.read(m.FleetStateArgs())
+        return fleet_state(self._parts)
+
+    @handles(m.FleetStateArgs)
+    def _fleet_state(self, args: m.FleetStateArgs) -> dict[str, Any]:
+        return fleet_state(self._parts)
 
     @handles(m.AbortArgs)
     def _abort(self, args: m.AbortArgs, client: str) -> dict[str, Any]:

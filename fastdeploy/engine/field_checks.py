@@ -1,11 +1,11 @@
-"""Checks of the fields that several control calls have. They know nothing of the engine's state."""
+"""Checks of the fields that several control calls have, and their errors. They know nothing of the engine's state."""
 
 from __future__ import annotations
 
 import re
 
 from fastdeploy.core.delta_format import COMPRESSIONS, ENCODINGS
-from fastdeploy.core.errors import InvalidField, VersionConflict
+from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
 from fastdeploy.core.weight_source import MAX_TENSORS, MAX_VERSION_CHARS, DeltaBase, PartFormat
 
 MAX_SECONDS = 86400.0
@@ -74,3 +74,8 @@ def check_kv(kv: str | None) -> None:
 def check_seconds(field: str, seconds: float) -> None:
     if not 0.0 < seconds <= MAX_SECONDS:
         raise InvalidField(field, f"expected seconds above 0 and at most {MAX_SECONDS:g}, got {seconds!r}")
+
+
+def adapter_not_found(name: str, field: str = "model", more: str = "") -> ModelNotFound:
+    """Return the error for an unknown name, in the field of this name. more: to say about it."""
+    return ModelNotFound(f"{field}: there is no adapter {name!r}{more}", param=field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastdeploy.engine.pauses.pause_call import makes_step_useless
+from fastdeploy.engine.pauses.holds import closes_whole_engine
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 
@@ -33,7 +33,7 @@ class Inbox:
         arrived = self._transport.recv(0.0)
         self._read += arrived
         useless = any(
-            isinstance(message, m.Call) and makes_step_useless(message.args) and self._may_pause(client)
+            isinstance(message, m.Call) and closes_whole_engine(message.args) and self._may_pause(client)
             for client, message in arrived
         )
         if self._abandoned or not useless:

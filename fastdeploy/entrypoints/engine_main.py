@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
+from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.inter_communicator.fleet_key import require_fleet_key, take_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
@@ -97,7 +96,7 @@ def serve(
 ) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
-    from fastdeploy.engine.requests.retained_log import RetainedLog
+    from fastdeploy.engine.requests.retention import RetainedLog
     from fastdeploy.engine.warm_up import warm_up
 
     boot_id = uuid.uuid4().hex

@@ -18,10 +18,10 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.inproc_transport import InprocTransport
+from fastdeploy.inter_communicator.transport import InprocTransport
 
 T = TypeVar("T")
 

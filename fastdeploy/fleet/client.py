@@ -16,15 +16,14 @@ from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
-from fastdeploy.fleet.dispatch import Dispatcher
+from fastdeploy.fleet.dispatch import Dispatcher, Lookups
+from fastdeploy.fleet.endings import ENDS, Ending
 from fastdeploy.fleet.launcher import Launcher
-from fastdeploy.fleet.lookups import Lookups
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
-from fastdeploy.fleet.waiting import ENDS, Ending
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.control_call import Access
 
@@ -43,16 +42,7 @@ class FleetClient:
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(
-            config,
-            lambda: self.membership.quorum,
-            self.membership.fence,
-            self.membership.state,
-            self.membership.deposed,
-            lambda: [] if self.membership.leadership.leads else self.membership.connected,
-            self.membership.hosts,
-            self._end_requests,
-        )
+        self._control = FleetControl(config, self.membership, self._end_requests)
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
@@ -90,8 +80,6 @@ class FleetClient:
 
     def _members_changed(self) -> None:
         leads = self.membership.leadership.leads
-        if leads:
-            self._control.deposed = None
         if self.membership.quorum or (self._has_led and not leads):
             self._begun.set()
         self._has_led = self._has_led or leads
@@ -108,7 +96,7 @@ class FleetClient:
         elif self.connected.is_set():
             self._without_members_since = asyncio.get_running_loop().time()
             self.connected.clear()
-        self._dispatcher.kick()
+        self._dispatcher.send_waiting()
 
     @property
     def missing_because(self) -> str:
@@ -210,7 +198,7 @@ class FleetClient:
         for relay in list(self._relays.values()):
             if error is not None and relay.parts and relay.request.adapter == name:
                 relay.outer.fail(error)
-        self._dispatcher.kick()
+        self._dispatcher.send_waiting()
 
     def _turn_ended(self, relay: Relay, tokens: int) -> None:
         if session := relay.request.session:
@@ -247,11 +235,11 @@ class FleetClient:
 
     async def _call(self, args: m.Args) -> dict[str, Any]:
         if isinstance(args, m.AbortArgs) and not self.membership.quorum:  # the call fails, but ends what waits
-            self._end_requests(args).withdraw()
+            self._end_requests(args).failed = True
         try:
             return await self._control.call(args)
         finally:
-            self._dispatcher.kick()  # the replicas may have newer weights now
+            self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
     def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
@@ -282,11 +270,12 @@ class FleetClient:
             raise errors.EngineDead("the server is shutting down")
 
     def _end_requests(self, args: m.Args) -> Ending:
-        """Let the requests that a call ends know it, and end what of them is at no replica. In one turn of the event
+        """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
         loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
         ending = Ending(args)
         for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():
-            if ending.ask(relay):
+            if ending.why(relay.request) is not None:
+                relay.endings.append(ending)
                 self._dispatcher.forget(relay.parts)
                 relay.end_parts()
         return ending

@@ -1,58 +1,39 @@
-"""Control calls over all replicas: one transaction each, see fleet/transaction.py and fleet/plans.py."""
+"""Control calls over all replicas: one transaction each, see fleet/transaction.py and fleet/calls.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, NotLeader, from_wire
 from fastdeploy.core.weight_source import FolderSource, Source
+from fastdeploy.fleet.call import Context
+from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import plan_for
-from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
+from fastdeploy.fleet.endings import Ending
+from fastdeploy.fleet.membership import Membership
+from fastdeploy.fleet.remote import is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
-from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.waiting import Ending
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.control_call import Access
 
 
 class FleetControl:
-    """Makes control calls on every replica of the quorum, and returns one answer each. Use from one event loop only.
+    """Makes control calls on every member, and returns one answer each. A gateway that does not lead changes nothing,
+    fences nobody, and has no members: it reads from the replicas that it is connected to. Use from one event loop only.
 
-    quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
-    hosts: sends sources of weights and adapters to replicas on other hosts; None = all replicas are on this one.
-    deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
-    fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set. connected: returns the
-    replicas that answer reads as long as this gateway has no member because it does not lead. end_requests(args): ends
-    what the call must end and what is at no replica; called when the call is sent."""
+    end_requests(args): ends what the call must end and what is at no replica; called when the call is sent."""
 
-    def __init__(
-        self,
-        config: FleetConfig,
-        quorum: Callable[[], Sequence[Replica]],
-        fence: Callable[[Replica, str], None],
-        state: FleetState | None = None,
-        on_deposed: Callable[[str], None] = lambda why: None,
-        connected: Callable[[], Sequence[Replica]] = lambda: (),
-        hosts: RemoteHosts | None = None,
-        end_requests: Callable[[m.Args], Ending] = Ending,
-    ):
+    def __init__(self, config: FleetConfig, membership: Membership, end_requests: Callable[[m.Args], Ending] = Ending):
         self._config = config
-        self._quorum = quorum
-        self._fence = fence
-        self.state = state or FleetState()
-        self._hosts = hosts
-        self._on_deposed = on_deposed
-        self._connected = connected
+        self._membership = membership
+        self.state = membership.state
         self._end_requests = end_requests
-        self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._sleeping = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -68,8 +49,8 @@ class FleetControl:
         if isinstance(args, m.SleepArgs | m.WakeArgs):
             return await asyncio.shield(asyncio.ensure_future(self._call_in_turn(args)))
         source = getattr(args, "source", None)
-        if self._hosts is not None and isinstance(source, Source):
-            if any(must_send(replica, source) for replica in self._quorum()):
+        if isinstance(source, Source):
+            if any(must_send(replica, source) for replica in self._membership.quorum):
                 return await asyncio.shield(asyncio.ensure_future(self._call_staged(args, source)))
             if isinstance(source, FolderSource):
                 with self._explained():
@@ -90,7 +71,7 @@ class FleetControl:
             self._timer.cancel()
             self._timer = None
         due = [hold.expires_at for hold in self.state.holds.values() if hold.expires_at is not None]
-        due += [session.expires_at for session in self.state.sessions.values() if session.open]
+        due += [session.expires_at for session in self.state.weight_sessions.values() if session.open]
         if due and not self._closed:
             self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
 
@@ -109,9 +90,8 @@ class FleetControl:
             return await call
 
     async def _stage(self, source: Source, files: contextlib.AsyncExitStack) -> dict[str, Source]:
-        assert self._hosts is not None
-        remote = [replica for replica in self._quorum() if must_send(replica, source)]
-        staged = [self._hosts.staged(replica, source) for replica in remote]
+        remote = [replica for replica in self._membership.quorum if must_send(replica, source)]
+        staged = [self._membership.hosts.staged(replica, source) for replica in remote]
         outcomes = await asyncio.gather(*map(_entered, staged), return_exceptions=True)
         sources, refusal = {}, None
         for replica, cm, outcome in zip(remote, staged, outcomes, strict=True):
@@ -138,7 +118,7 @@ class FleetControl:
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Add to the refusal of a folder by other hosts only that folders are not sent."""
-        remote = {replica.name for replica in self._quorum() if is_remote(replica)}
+        remote = {replica.name for replica in self._membership.quorum if is_remote(replica)}
         try:
             yield
         except FastDeployError as error:
@@ -152,22 +132,20 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if self.deposed is not None and args.access is not Access.READ:
-            raise NotLeader(self.deposed.message)
-        replicas, in_quorum = self._quorum(), True
-        if not replicas and args.access is Access.READ:
-            replicas, in_quorum = self._connected(), False
+        if args.access is not Access.READ:
+            self._membership.leadership.require()
+        replicas, in_quorum = self._membership.quorum, True
+        if not replicas and args.access is Access.READ and not self._membership.leadership.leads:
+            replicas, in_quorum = self._membership.connected, False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")
         members = {replica.name: replica for replica in replicas}
-        plan = plan_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
-        plan.sources = sources
-        participants = [members[name] for name in plan.participants(list(members))]
+        call = call_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
+        call.sources = sources
+        participants = [members[name] for name in call.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
         ending = self._end_requests(args)
-        run = RunningCall(
-            plan, participants, self._config, args.shows_replicas, ending, self.fence, self._ended, self._depose
-        )
+        run = RunningCall(call, participants, ending, self.fence, self._ended, self._step_down)
         self._runs[run] = None
         run.start()
         return run.future
@@ -175,19 +153,18 @@ class FleetControl:
     def fence(self, replica: Replica, why: str) -> None:
         """Fence a replica that a call has lost, unless it is out already."""
         self.state.forget_replica(replica.name)
-        if replica.in_quorum and not self._closed and self.deposed is None:
-            self._fence(replica, why)
+        if replica.in_quorum and not self._closed and self._membership.leadership.leads:
+            self._membership.fence(replica, why)
 
     def _ended(self, run: RunningCall) -> None:
         del self._runs[run]
         self.rearm()
 
-    def _depose(self, error: NotLeader) -> None:
-        """End all calls: the other gateway decides what the replicas do now."""
-        self.deposed = error
+    def _step_down(self, error: NotLeader) -> None:
+        """End all calls, since a replica follows another gateway, which decides what the replicas do now."""
         for run in list(self._runs):
             run.abandon(NotLeader(error.message))
-        self._on_deposed(error.message)
+        self._membership.leadership.depose(error.message)
 
     def _expire(self) -> None:
         """Release the holds whose ttl has ended on all members at once, and end silent sessions."""
@@ -198,9 +175,9 @@ class FleetControl:
             for (scope, hold_id), hold in self.state.holds.items()
             if hold.expires_at is not None and hold.expires_at <= now
         ]
-        for session in [s for s in self.state.sessions.values() if s.open and s.expires_at <= now]:
+        for session in [s for s in self.state.weight_sessions.values() if s.open and s.expires_at <= now]:
             calls.append(m.AbortUpdateArgs(session.id))
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         for args in calls:
             try:
                 self._start(args, {})

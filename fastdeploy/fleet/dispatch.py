@@ -1,21 +1,107 @@
-"""The way of requests to replicas: at once, or in a queue as long as no replica may have them."""
+"""The way of requests to replicas: at once, or in a queue as long as no replica may have them.
+
+A request also waits for an adapter that the fleet does not have, and that it finds in the engines' adapter root. Such a
+lookup is a load of the whole fleet, so all members have the same adapter with the same number. One member is asked
+first whether the folder is there. A name that nobody has changes nothing, and keeps no replica from joining."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from fastdeploy.core.errors import EngineDead, EngineError, QueueFull
+from fastdeploy.core.errors import (
+    EngineDead,
+    EngineError,
+    FastDeployError,
+    ModelNotFound,
+    NotLeader,
+    QueueFull,
+    UpdateInProgress,
+    WrongOrder,
+)
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.relay import Part, Relay
+from fastdeploy.fleet.relay import Relay, RequestPart
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.state import FleetState
+from fastdeploy.inter_communicator import messages as m
 
 MAX_REFUSALS = 3  # of one request, by so many replicas. Then the client gets the refusal
-RETRY_AFTER_S = 1  # told to a client whose request finds the queue full
+RETRY_AFTER_S = 1  # for a client whose request finds the queue full
+MAX_LOOKUPS = 64  # at a time. Engines bound the reads, but not the names that wait for one
+
+
+class Lookups:
+    """Looks adapters up, each name once at a time. state: of the fleet. members: those that take part in calls. call:
+    makes a call on them. ended(name, error): called after a lookup. With an error, the requests for the name must fail;
+    without one, they can be sent, or must be looked at again."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        members: Callable[[], Sequence[Replica]],
+        call: Callable[[m.Args], Awaitable[dict[str, Any]]],
+        ended: Callable[[str, FastDeployError | None], None],
+    ):
+        self._state, self._members, self._call, self._ended = state, members, call, ended
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._loads: Counter[str] = Counter()
+
+    def ready(self, name: str) -> bool:
+        """Return whether a request for an adapter may be sent now ("" = for the base model). If the adapter must be
+        looked up, begin to do so, or wait for a load of the name. Raises UpdateInProgress if too many names are being
+        looked up."""
+        if not name or name in self._state.adapters:
+            return True
+        if not any(replica.client.model_info.get("has_adapter_root") for replica in self._members()):
+            return True  # an engine refuses it
+        if name not in self._running and not self._loads[name]:
+            if len(self._running) >= MAX_LOOKUPS:
+                raise UpdateInProgress(f"{MAX_LOOKUPS} adapters are being looked up; try again after that")
+            self._running[name] = asyncio.get_running_loop().create_task(self._look_up(name), name="fleet-lookup")
+        return False
+
+    @contextlib.contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Requests for an unknown name wait for a load that a client makes meanwhile."""
+        self._loads[name] += 1
+        try:
+            yield
+        finally:
+            self._loads[name] -= 1
+            self._loads += Counter()  # forgets what is 0
+
+    async def settled(self, name: str) -> None:
+        """Wait until no lookup of this name runs. A load begins after that."""
+        while (task := self._running.get(name)) is not None:
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        """End all lookups."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_up(self, name: str) -> None:
+        error: FastDeployError | None = None
+        try:
+            path = (await self._call(m.LookUpAdapterArgs(name)))["path"]
+            await self._call(m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True))
+        except (EngineDead, NotLeader, WrongOrder):  # members were lost, or a reset has dropped the load
+            pass
+        except ModelNotFound as missing:
+            error = ModelNotFound(missing.message, param="model")
+        except FastDeployError as refused:
+            error = refused
+        finally:
+            del self._running[name]
+        self._ended(name, error)
 
 
 class Limit(NamedTuple):
@@ -45,7 +131,9 @@ class Dispatcher:
         self._open_replicas = open_replicas
         self._max_waiting = max_waiting
         self._ready = ready
-        self._waiting: dict[Part, int] = {}  # in their order, with the number of choices that count for max_waiting
+        self._waiting: dict[
+            RequestPart, int
+        ] = {}  # in their order, with the number of choices that count for max_waiting
         self._num_new = 0  # choices that count
         self._task: asyncio.Task[None] | None = None
         self._changed = False  # since the task has begun its round
@@ -56,7 +144,7 @@ class Dispatcher:
         """Number of choices that wait for a replica."""
         return sum(part.num for part in self._waiting)
 
-    async def submit(self, part: Part, holder: Replica | None = None) -> None:
+    async def submit(self, part: RequestPart, holder: Replica | None = None) -> None:
         """Send a new part, behind those that wait. holder: the replica that has its result already. Raises
         DuplicateRequest, and QueueFull for a part that would wait beyond max_waiting."""
         if holder is not None:
@@ -69,14 +157,14 @@ class Dispatcher:
                 raise QueueFull(f"{message} (--max-waiting of every replica)", retry_after=RETRY_AFTER_S)
             self._wait(part)
 
-    def lost(self, part: Part) -> None:
+    def lost(self, part: RequestPart) -> None:
         """See Placer."""
         if self.closed:
             part.relay.outer.fail(EngineDead("the gateway is shutting down"))
         else:
             self._wait(part)
 
-    def refused(self, part: Part, replica: Replica, error: Exception) -> bool:
+    def refused(self, part: RequestPart, replica: Replica, error: Exception) -> bool:
         """See Placer."""
         part.refused_by.add(replica.name)
         if len(part.refused_by) >= MAX_REFUSALS or all(r.name in part.refused_by for r in self._open_replicas()):
@@ -84,19 +172,19 @@ class Dispatcher:
         self._wait(part)
         return True
 
-    def forget(self, parts: Iterable[Part]) -> None:
-        """Let parts wait no longer."""
+    def forget(self, parts: Iterable[RequestPart]) -> None:
+        """Take parts out of the queue."""
         for part in parts:
             self._num_new -= self._waiting.pop(part, 0)
             if part.timer is not None:
                 part.timer.cancel()
                 part.timer = None
 
-    def kick(self) -> None:
+    def send_waiting(self) -> None:
         """Try again to send what waits, since the replicas have changed."""
         self._changed = True
         if self._waiting and self._task is None and not self.closed and self._open_replicas():
-            self._task = asyncio.get_running_loop().create_task(self._send_waiting(), name="fleet-dispatch")
+            self._task = asyncio.get_running_loop().create_task(self._send_all(), name="fleet-dispatch")
 
     async def close(self) -> None:
         """End the sending. What waits is not sent any more."""
@@ -105,7 +193,7 @@ class Dispatcher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _send(self, part: Part) -> bool:
+    async def _send(self, part: RequestPart) -> bool:
         """Send a part. Return False if no replica may have it now."""
         if not self._ready(part.relay.request.adapter):
             return False
@@ -119,7 +207,7 @@ class Dispatcher:
                 return True
         return False
 
-    def _wait(self, part: Part) -> None:
+    def _wait(self, part: RequestPart) -> None:
         if part not in self._waiting:
             self._waiting[part] = 0 if part.relay.num_losses else part.num
             self._num_new += self._waiting[part]
@@ -127,7 +215,7 @@ class Dispatcher:
         if part.timer is None:
             limit = min(self._limits(part.relay))
             part.timer = asyncio.get_running_loop().call_at(limit.at, self._give_up, part, limit)
-        self.kick()
+        self.send_waiting()
 
     def _limits(self, relay: Relay) -> Iterator[Limit]:
         """Yield the times until which a request may wait."""
@@ -139,7 +227,7 @@ class Dispatcher:
             why = "it waited for its first step for longer than max_queue_s"
             yield Limit(relay.began + request.max_queue_s, QUEUE_TIMEOUT, why)
 
-    def _give_up(self, part: Part, limit: Limit) -> None:
+    def _give_up(self, part: RequestPart, limit: Limit) -> None:
         relay = part.relay
         self.forget([part])
         relay.parts.discard(part)
@@ -149,7 +237,7 @@ class Dispatcher:
             old = f" with weight_epoch {relay.least_epoch} or later" if relay.least_epoch else ""
             relay.outer.fail(EngineDead(f"no replica{old} took the request within {self._failover_s:g} s"))
 
-    async def _send_waiting(self) -> None:
+    async def _send_all(self) -> None:
         """Send all that can be sent, in order. Begin again if parts or replicas came meanwhile."""
         try:
             while self._changed:
@@ -160,7 +248,7 @@ class Dispatcher:
         finally:
             self._task = None
 
-    async def _send_one(self, part: Part) -> None:
+    async def _send_one(self, part: RequestPart) -> None:
         try:
             if await self._send(part):
                 self.forget([part])

@@ -1,13 +1,25 @@
-"""Interface of what starts and ends replicas: the parent process on one host, or Ray on many."""
+"""What starts and ends replicas: the parent process on one host, Ray on many (entrypoints/ray_launcher.py), or somebody
+else.
+
+The parent starts its replicas on the host of the gateway, and the two speak over a socket pair, in JSON lines. The
+parent sends the placements, at first and after each change, and one Answer for each Ask of the gateway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 import msgspec
 
-from fastdeploy.core.errors import ControlError
+from fastdeploy.core.errors import ControlError, EngineDead
+
+READ_BYTES = 1 << 16
+MAX_LINE = 1 << 24  # bytes; a placement has some 200
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -63,3 +75,159 @@ class StaticLauncher:
 
     async def close(self) -> None:
         return
+
+
+# ---------------------------------------------------------------------- replicas that the parent starts
+
+
+class Action(Enum):
+    """What a gateway asks its parent to do (see Launcher)."""
+
+    RESTART = "restart"
+    ADD = "add"
+    REMOVE = "remove"
+
+
+class Placements(msgspec.Struct, frozen=True, tag=True):
+    replicas: list[Placement]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A message of the gateway to its parent. name: of a replica; "" for ADD. why: for the log."""
+
+    ask_id: int
+    action: Action
+    name: str = ""
+    why: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The answer of the parent to an Ask. name: of the replica. error: why the parent did nothing; "" = it did what was
+    asked."""
+
+    ask_id: int
+    name: str = ""
+    error: str = ""
+
+
+class ParentEnd:
+    """The parent's end of the socket pair, for a selector. It never blocks."""
+
+    def __init__(self, link: socket.socket):
+        link.setblocking(False)
+        self._link = link
+        self._in, self._out = b"", b""
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether a part of what was sent still waits for room: then call :meth:`flush` when there is room."""
+        return bool(self._out)
+
+    def send(self, message: Placements | Answer) -> None:
+        self._out += msgspec.json.encode(message) + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._out:
+                self._out = self._out[self._link.send(self._out) :]
+        except BlockingIOError:
+            return
+        except OSError:  # the gateway has died; its end is seen elsewhere
+            self._out = b""
+
+    def read(self) -> list[Ask] | None:
+        """Return the messages of all complete lines that are there; None once the gateway has closed its end."""
+        closed = False
+        try:
+            while data := self._link.recv(READ_BYTES):
+                self._in += data
+            closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            closed = True
+        *lines, self._in = self._in.split(b"\n")
+        if closed and not lines:
+            return None
+        return [msgspec.json.decode(line, type=Ask) for line in lines]
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class LocalLauncher:
+    """The gateway's end of the socket pair, as a Launcher. on_lost: called when the parent has died."""
+
+    def __init__(self, link: socket.socket, on_lost: Callable[[], None]):
+        self._link = link
+        self._on_lost = on_lost
+        self._now: list[Placement] | None = None
+        self._changed = asyncio.Event()
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._ids = itertools.count(1)
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def placements(self) -> AsyncIterator[Sequence[Placement]]:
+        """See Launcher. Iterate once."""
+        reader, self._writer = await asyncio.open_connection(sock=self._link, limit=MAX_LINE)
+        self._task = asyncio.create_task(self._read(reader), name="local-launcher")
+        self._task.add_done_callback(lambda _: self._changed.set())
+        while not self._task.done():
+            await self._changed.wait()
+            self._changed.clear()
+            if self._now is not None:
+                yield self._now
+        self._task.result()  # raises the error of a message that cannot be read
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            match msgspec.json.decode(line, type=Placements | Answer):
+                case Placements(replicas=replicas):
+                    self._now = replicas
+                    self._changed.set()
+                case Answer(ask_id=ask_id) as answer:
+                    if (future := self._asked.pop(ask_id, None)) and not future.done():
+                        future.set_result(answer)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineDead("the process that starts the replicas has died"))
+        self._on_lost()
+
+    async def restart(self, name: str, why: str) -> None:
+        await self._ask(Action.RESTART, name, why)
+
+    async def add(self) -> str:
+        return (await self._ask(Action.ADD)).name
+
+    async def remove(self, name: str) -> None:
+        await self._ask(Action.REMOVE, name)
+
+    async def _ask(self, action: Action, name: str = "", why: str = "") -> Answer:
+        """Send a message, and wait for its answer. Raises ControlError if the parent refuses."""
+        if self._writer is None or (self._task is not None and self._task.done()):
+            raise EngineDead("the process that starts the replicas is not connected")
+        ask = Ask(next(self._ids), action, name, why)
+        future = self._asked[ask.ask_id] = asyncio.get_running_loop().create_future()
+        self._writer.write(msgspec.json.encode(ask) + b"\n")
+        try:
+            answer = await future
+        finally:
+            self._asked.pop(ask.ask_id, None)
+        if answer.error:
+            raise ControlError(answer.error)
+        return answer
+
+    async def close(self) -> None:
+        """Close the connection. The replicas run on, until their parent ends them."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._link.close()

@@ -13,47 +13,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.rebuild import Report, fleet_of, new_fleet
+from fastdeploy.fleet.rebuild import StateReport, fleet_of, new_fleet
 from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.2
 
 
-class Leadership:
-    """The leadership of one gateway. replicas: returns those that are connected. expected: returns the number of those
-    that exist. begin(reports): called when this gateway leads, with the answers of the engines from before. renewed
-    (replica, revision): called after each renewal, with what ``revision`` returned when it was sent. end(why): called
-    when this gateway does not lead any more. past_adapter_epoch: returns what the engines are told, see m.LeadArgs.
+class GatewayLeadership:
+    """The leadership of one gateway. replicas: all, by name. state: of the fleet. begin(reports): called when this
+    gateway leads, with the answers of the engines from before. renewed(replica, revision): called after each renewal,
+    with the revision of the fleet's state when it was sent; -1 = the state was changing. end(why): called when this
+    gateway does not lead any more.
 
     fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads. why: why not."""
 
     def __init__(
         self,
         config: FleetConfig,
-        replicas: Callable[[], Sequence[Replica]],
-        expected: Callable[[], int],
-        begin: Callable[[Sequence[Report]], None],
+        replicas: Mapping[str, Replica],
+        state: FleetState,
+        begin: Callable[[Sequence[StateReport]], None],
         renewed: Callable[[Replica, int], None],
         end: Callable[[str], None],
-        revision: Callable[[], int],
-        past_adapter_epoch: Callable[[], int],
     ):
         self._config = config
         self._replicas = replicas
-        self._expected = expected
+        self._state = state
         self._begin = begin
         self._renewed = renewed
         self._end = end
-        self._revision = revision
-        self._past_adapter_epoch = past_adapter_epoch
         self._moved = asyncio.Event()
         self._deposed = asyncio.Event()
         self.controller = uuid.uuid4().hex
@@ -63,7 +59,7 @@ class Leadership:
         self.why = "this gateway does not lead yet: no engine is connected"
 
     def replicas_changed(self) -> None:
-        """Tell that the replicas are others, or that one has connected or was lost."""
+        """Look at the replicas again: one was added or removed, has connected, or was lost."""
         self._moved.set()
 
     def require(self) -> None:
@@ -81,18 +77,18 @@ class Leadership:
             self._deposed.set()
             self._end(why)
 
-    async def lead(self, replica: Replica) -> Report:
+    async def lead(self, replica: Replica) -> StateReport:
         """Lead one engine, and return its state. Raises NotLeader; after a higher term this gateway has stepped
         down."""
         try:
-            return replica.note(await replica.client.call(self._args()))
+            return replica.keep_report(await replica.client.call(self._args()))
         except NotLeader as error:
             if self.leads and error.detail.get("term", 0) > self.term:
                 self.depose(error.message)
             raise
 
     def confirm(self, replica: Replica, change: int) -> None:
-        """Tell an engine that has just joined which change of the fleet it has."""
+        """Send an engine that has just joined the number of the change of the fleet that it has."""
         answer = replica.client.post(self._args(), change)
         answer.add_done_callback(lambda future: future.cancelled() or future.exception())
 
@@ -100,7 +96,7 @@ class Leadership:
         """Lead, and lead again after each time that another gateway led, until this is cancelled."""
         while True:
             self._deposed.clear()
-            reports = await self._take()
+            reports = await self._become_leader()
             self.leads, self.why = True, ""
             logger.info("leading fleet %s in term %d, with %d engines", self.fleet, self.term, len(reports))
             self._begin(reports)
@@ -109,10 +105,13 @@ class Leadership:
     # ------------------------------------------------------------------ inside
 
     def _args(self) -> m.LeadArgs:
-        past = self._past_adapter_epoch()
+        past = self._state.past_adapter_epoch
         return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s, past)
 
-    async def _take(self) -> list[Report]:
+    def _connected(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.client.connected.is_set()]
+
+    async def _become_leader(self) -> list[StateReport]:
         """Return the states of the engines from before, once this gateway leads one of them."""
         while True:
             await self._gather()
@@ -140,7 +139,7 @@ class Leadership:
                 await asyncio.gather(*(self.lead(replica) for replica, _ in found[1:]), return_exceptions=True)
                 return await self._before_and_after(found)
 
-    async def _before_and_after(self, found: Sequence[tuple[Replica, Report]]) -> list[Report]:
+    async def _before_and_after(self, found: Sequence[tuple[Replica, StateReport]]) -> list[StateReport]:
         """Return the present states of the engines, with the fleet that each belonged to before."""
         fleets = {replica.name: report["fleet"] for replica, report in found}
         now = {replica.name: report for replica, report in await self._ask_all()}
@@ -148,11 +147,11 @@ class Leadership:
 
     async def _gather(self) -> None:
         """Wait until all engines are connected, or one is and the others have had their time."""
-        while not self._replicas():
+        while not self._connected():
             await self._wait_moved(None)
         now = asyncio.get_running_loop().time
         end = now() + self._config.rebuild_s
-        while self._replicas() and len(self._replicas()) < self._expected() and now() < end:
+        while 0 < len(self._connected()) < len(self._replicas) and now() < end:
             await self._wait_moved(end - now())
 
     async def _wait_moved(self, seconds: float | None) -> None:
@@ -162,25 +161,25 @@ class Leadership:
         except TimeoutError:
             return
 
-    async def _ask_all(self) -> list[tuple[Replica, Report]]:
+    async def _ask_all(self) -> list[tuple[Replica, StateReport]]:
         """Return the states of the engines that answer in time."""
 
-        async def ask(replica: Replica) -> tuple[Replica, Report] | None:
+        async def ask(replica: Replica) -> tuple[Replica, StateReport] | None:
             try:
                 async with asyncio.timeout(self._config.fence_after_s):
-                    return replica, replica.note(await replica.client.call(m.FleetStateArgs()))
+                    return replica, replica.keep_report(await replica.client.call(m.FleetStateArgs()))
             except (FastDeployError, TimeoutError) as error:
                 logger.warning("replica %s did not tell its state: %s", replica.name, error)
                 return None
 
-        answers = await asyncio.gather(*(ask(replica) for replica in self._replicas()))
+        answers = await asyncio.gather(*(ask(replica) for replica in self._connected()))
         return [answer for answer in answers if answer is not None]
 
     async def _keep(self) -> None:
         """Renew the lease on all engines until another gateway leads."""
         while not self._deposed.is_set():
-            revision = self._revision()
-            for replica in self._replicas():
+            revision = -1 if self._state.changing else self._state.revision
+            for replica in self._connected():
                 if self._is_led(replica):
                     self._renew(replica, revision)
             try:
@@ -197,9 +196,9 @@ class Leadership:
 
         def answered(future: asyncio.Future[m.Reply]) -> None:
             if future.cancelled() or future.exception() is not None or client is not replica.client:
-                return  # the loss of the engine is told elsewhere
+                return  # Replica handles the loss of its engine
             try:
-                replica.note(result_of(future.result()))
+                replica.keep_report(result_of(future.result()))
             except NotLeader as error:
                 self.depose(error.message)
             except FastDeployError as error:
@@ -208,14 +207,3 @@ class Leadership:
                 self._renewed(replica, revision)
 
         client.post(self._args()).add_done_callback(answered)
-
-
-def describe(leadership: Leadership) -> dict[str, Any]:
-    """Return what GET /v1/replicas shows of the leadership."""
-    return {
-        "fleet": leadership.fleet,
-        "controller": leadership.controller,
-        "term": leadership.term,
-        "leads": leadership.leads,
-        "why": leadership.why,
-    }

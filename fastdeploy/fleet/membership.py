@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.core.errors import (
     EngineError,
     EngineStalled,
@@ -15,16 +14,16 @@ from fastdeploy.core.errors import (
     ReplicaMisfit,
     ReplicaNotFound,
 )
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
-from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.rebuild import Report, rebuild, reference
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.rebuild import StateReport, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transfer import Transfer
+from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
@@ -47,19 +46,10 @@ class Membership:
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
-        self.leadership = Leadership(
-            config,
-            lambda: self.connected,
-            lambda: len(self.replicas),
-            self._begin,
-            self._renewed,
-            self._end,
-            lambda: -1 if self.state.changing else self.state.revision,
-            lambda: self.state.past_adapter_epoch,
-        )
+        self.leadership = GatewayLeadership(config, self.replicas, self.state, self._begin, self._renewed, self._end)
         self.hosts = RemoteHosts(config)
-        transfers = WeightTransfer(self.hosts), AdapterTransfer(self.hosts, config.fence_after_s)
-        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), *transfers)
+        transfer = Transfer(self.hosts, config.fence_after_s)
+        self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
 
     @property
     def quorum(self) -> list[Replica]:
@@ -80,10 +70,6 @@ class Membership:
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
         return self.state.boot_id
-
-    def deposed(self, why: str) -> None:
-        """Step down, because an engine follows another gateway."""
-        self.leadership.depose(why)
 
     async def run(self) -> None:
         """Follow the launcher, and lead, until this is cancelled. Raises an unexpected error of any task, since the
@@ -249,7 +235,7 @@ class Membership:
                 await self._joiner.bring(replica)
             except EngineError as error:
                 if not replica.client.connected.is_set():
-                    return  # its loss is told elsewhere
+                    return  # Replica handles its loss
                 replica.why, failures = error.message, failures + 1
             except NotLeader as error:  # the lease of an earlier gateway runs there
                 replica.why = error.message
@@ -286,7 +272,7 @@ class Membership:
 
     # ------------------------------------------------------------------ leadership
 
-    def _begin(self, reports: Sequence[Report]) -> None:
+    def _begin(self, reports: Sequence[StateReport]) -> None:
         now = asyncio.get_running_loop().time()
         self.state.replace(rebuild(self.leadership.fleet, reports, now))
         serving = reference(self.leadership.fleet, reports)
@@ -303,7 +289,7 @@ class Membership:
         for replica in self.replicas.values():
             if replica.in_quorum or replica.state is ReplicaState.JOINING:
                 replica.advance(ReplicaEvent.DEPOSED, why)
-        self.state.end_sessions()
+        self.state.end_weight_sessions()
         self._changed()
 
     def _renewed(self, replica: Replica, revision: int) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
+TTL_MARGIN_S = 30.0  # engines end a hold by themselves so long after the gateway, in case the gateway is gone
+MODES = ("wait", "keep", "abort")  # in order of strength
 REPUBLISH = "republish"  # hold of a fleet that has lost its weights, until weights are published
 
 
@@ -34,8 +38,20 @@ class FleetHold:
     owed: bool = False
 
 
+def stronger_terms(new: PauseArgs, standing: PauseArgs) -> PauseArgs:
+    """Return the terms of a hold that ``new`` places again, as the engines do."""
+    admissions = {args.admission or ("reject" if args.mode.lower() == "abort" else "hold") for args in (new, standing)}
+    return replace(
+        new,
+        mode=max(new.mode.lower(), standing.mode.lower(), key=MODES.index),
+        admission="reject" if "reject" in admissions else "hold",
+        placed_by=standing.placed_by,
+        anonymous=new.anonymous and standing.anonymous,
+    )
+
+
 @dataclass(eq=False)
-class FleetSession:
+class WeightSession:
     """A weight session. ids: the session id of each replica that takes part, by its name. source: of the only part so
     far, if that part was a whole source. parts: number of parts. expires_at: on the event loop's clock, when the
     gateway ends the session if no part comes. begun: its begin was answered."""
@@ -72,8 +88,8 @@ class FleetState:
     that serve, which may be gone. holds: by (scope, id). adapters: by name. past_adapter_epoch: the highest number of
     an adapter that is gone, or of a load that failed. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
-    last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
-    order: counts the calls that were sent. changes: counts the steps of calls that change the fleet. num_anonymous:
+    last_epoch: the highest number that any commit has tried to use. weight_sessions: by fleet id, the ended ones too.
+    order: counts the calls that were sent. changes: counts the commands of calls that change the fleet. num_anonymous:
     counts anonymous holds. boot_id: of the fleet; another one means that its weights were lost. releasing: holds that
     each running resume has taken out of ``holds``. They come back if all members refuse the resume.
     """
@@ -90,7 +106,7 @@ class FleetState:
     revision: int = 0
     changing: int = 0
     last_epoch: int = 0
-    sessions: dict[str, FleetSession] = field(default_factory=dict)
+    weight_sessions: dict[str, WeightSession] = field(default_factory=dict)
     order: int = 0
     changes: int = 0
     num_anonymous: int = 0
@@ -132,13 +148,13 @@ class FleetState:
         self.committed = other.committed
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
         self.asleep, self.boot_id, self.releasing = other.asleep, other.boot_id, []
-        self.note_past_adapter(other.past_adapter_epoch)
+        self.raise_past_adapter_epoch(other.past_adapter_epoch)
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
 
     def release(self, matches: Callable[[tuple[str, str], FleetHold], bool]) -> None:
-        """Note that all members have released the holds that match. They do not come back if another call fails."""
+        """Forget the holds that match, which all members have released. They do not come back if another call fails."""
         for holds in (self.holds, *self.releasing):
             for key, hold in list(holds.items()):
                 if matches(key, hold):
@@ -149,10 +165,10 @@ class FleetState:
                         above.below = None
                     above = above.below
 
-    def end_sessions(self) -> None:
+    def end_weight_sessions(self) -> None:
         """Give up all open sessions, when another gateway leads."""
-        for session in self.sessions.values():
-            self.close_session(session)
+        for session in self.weight_sessions.values():
+            self.close_weight_session(session)
 
     def next_epoch(self) -> int:
         """Return a number for new weights. No number is used twice: a replica that was fenced during a failed commit
@@ -165,40 +181,40 @@ class FleetState:
         serving = self.adapters[name].epoch if name in self.adapters else 0
         return max(serving, self.past_adapter_epoch) + 1
 
-    def note_past_adapter(self, adapter_epoch: int) -> None:
+    def raise_past_adapter_epoch(self, adapter_epoch: int) -> None:
         """Use no number up to ``adapter_epoch`` for a load any more."""
         self.past_adapter_epoch = max(self.past_adapter_epoch, adapter_epoch)
 
     def unload(self, name: str) -> None:
-        """Note that the adapter of this name, if there is one, is gone."""
+        """Forget the adapter of this name, if there is one. All members have unloaded it."""
         if (entry := self.adapters.pop(name, None)) is not None:
-            self.note_past_adapter(entry.epoch)
+            self.raise_past_adapter_epoch(entry.epoch)
 
-    def open_session(self, session: FleetSession) -> None:
-        self.sessions[session.id] = session
+    def open_weight_session(self, session: WeightSession) -> None:
+        self.weight_sessions[session.id] = session
         self.changing += 1
-        for old in list(self.sessions.values()):
-            if len(self.sessions) > MAX_REMEMBERED_SESSIONS and not old.open:
-                del self.sessions[old.id]
+        for old in list(self.weight_sessions.values()):
+            if len(self.weight_sessions) > MAX_REMEMBERED_SESSIONS and not old.open:
+                del self.weight_sessions[old.id]
 
-    def close_session(self, session: FleetSession) -> None:
+    def close_weight_session(self, session: WeightSession) -> None:
         if session.open:
             session.open = False
             self.changing -= 1
             self.revision += 1
 
-    def find_session(self, session_id: str | None, placed_by: str) -> FleetSession | None:
+    def find_weight_session(self, session_id: str | None, placed_by: str) -> WeightSession | None:
         """Return the session with this id, or else the open one of ``placed_by``."""
         if session_id is not None:
-            return self.sessions.get(session_id)
-        return next((s for s in self.sessions.values() if s.open and s.begin.placed_by == placed_by), None)
+            return self.weight_sessions.get(session_id)
+        return next((s for s in self.weight_sessions.values() if s.open and s.begin.placed_by == placed_by), None)
 
-    def session_of(self, replica: str, session_id: str) -> FleetSession | None:
+    def weight_session_of(self, replica: str, session_id: str) -> WeightSession | None:
         """Return the session that has this id on this replica."""
-        return next((s for s in self.sessions.values() if s.ids.get(replica) == session_id), None)
+        return next((s for s in self.weight_sessions.values() if s.ids.get(replica) == session_id), None)
 
     def forget_replica(self, name: str) -> None:
-        """Note that ``name`` was fenced: it takes part in no session any more."""
-        for session in self.sessions.values():
+        """Take a replica that was fenced out of all weight sessions."""
+        for session in self.weight_sessions.values():
             if session.open and session.ids.pop(name, None) is not None and not session.ids and session.begun:
-                self.close_session(session)
+                self.close_weight_session(session)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Rule(Enum):
-    """Kinds of calls. READ: changes nothing. AGREE: cannot be undone, so if one replica did it, those that refused it
+    """How a call ends. READ: changes nothing. AGREE: cannot be undone, so if one replica did it, those that refused it
     are fenced. UNDO: done by the first message, and undone if a replica refuses. COMMIT: the first message changes
     nothing that requests see; the second one makes the change, and is not expected to be refused."""
 
@@ -26,8 +26,8 @@ class Rule(Enum):
     COMMIT = "commit"
 
 
-class Step(Enum):
-    """Messages to a participant."""
+class Command(Enum):
+    """What the gateway asks of a participant."""
 
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -35,15 +35,15 @@ class Step(Enum):
 
 
 class Vote(Enum):
-    """States of a participant. Those in WAITING owe an answer; the value is the step that they have not answered."""
+    """States of a participant. Those in WAITING owe an answer; the value is the command that they have not answered."""
 
     ASKED = "asked"
     PREPARED = "prepared"
     REFUSED = "refused"
-    TOLD = "told to commit"
+    COMMITTING = "asked to commit"
     COMMITTED = "committed"
     DECLINED = "refused to commit"
-    UNDOING = "told to roll back"
+    UNDOING = "asked to roll back"
     UNDONE = "rolled back"
     LOST = "lost"
 
@@ -65,18 +65,18 @@ class Tally(Enum):
     NOBODY = "all are lost"
 
 
-P, V, S, R, T = Phase, Vote, Step, Rule, Tally
+P, V, C, R, T = Phase, Vote, Command, Rule, Tally
 
-# (vote, answered step, accepted) -> vote. Other answers are late or doubled, and change nothing.
-ANSWERS: dict[tuple[Vote, Step, bool], Vote] = {
-    (V.ASKED, S.PREPARE, True): V.PREPARED,
-    (V.ASKED, S.PREPARE, False): V.REFUSED,
-    (V.TOLD, S.COMMIT, True): V.COMMITTED,
-    (V.TOLD, S.COMMIT, False): V.DECLINED,
-    (V.UNDOING, S.ROLLBACK, True): V.UNDONE,
-    (V.UNDOING, S.ROLLBACK, False): V.LOST,  # nobody knows what this replica has
+# (vote, answered command, accepted) -> vote. Other answers are late or doubled, and change nothing.
+ANSWERS: dict[tuple[Vote, Command, bool], Vote] = {
+    (V.ASKED, C.PREPARE, True): V.PREPARED,
+    (V.ASKED, C.PREPARE, False): V.REFUSED,
+    (V.COMMITTING, C.COMMIT, True): V.COMMITTED,
+    (V.COMMITTING, C.COMMIT, False): V.DECLINED,
+    (V.UNDOING, C.ROLLBACK, True): V.UNDONE,
+    (V.UNDOING, C.ROLLBACK, False): V.LOST,  # nobody knows what this replica has
 }
-WAITING: dict[Vote, Step] = {V.ASKED: S.PREPARE, V.TOLD: S.COMMIT, V.UNDOING: S.ROLLBACK}
+WAITING: dict[Vote, Command] = {V.ASKED: C.PREPARE, V.COMMITTING: C.COMMIT, V.UNDOING: C.ROLLBACK}
 ACCEPTED = frozenset({V.PREPARED, V.COMMITTED, V.UNDONE})
 REFUSED = frozenset({V.REFUSED, V.DECLINED})  # a refusal stands, even if its replica is lost afterwards
 
@@ -90,19 +90,19 @@ OUTCOMES: dict[tuple[Phase, Rule], dict[Tally, Phase]] = {
     (P.ROLLING_BACK, R.UNDO): {T.ALL: P.FAILED, T.NOBODY: P.FAILED},
     (P.ROLLING_BACK, R.COMMIT): {T.ALL: P.FAILED, T.NOBODY: P.FAILED},
 }
-# Entering a phase sends a step to the participants that are not lost. A replica that refused gets a rollback too,
+# Entering a phase sends a command to the participants that are not lost. A replica that refused gets a rollback too,
 # because it may have done a part of the call.
-ENTRY: dict[Phase, tuple[Step, Vote]] = {
-    P.COMMITTING: (S.COMMIT, V.TOLD),
-    P.ROLLING_BACK: (S.ROLLBACK, V.UNDOING),
+ENTRY: dict[Phase, tuple[Command, Vote]] = {
+    P.COMMITTING: (C.COMMIT, V.COMMITTING),
+    P.ROLLING_BACK: (C.ROLLBACK, V.UNDOING),
 }
 
 
 class Send(NamedTuple):
-    """Send the message of this step to the replica. If there is nothing to send, the step counts as accepted."""
+    """Send the messages of this command to the replica. If there are none, it counts as accepted."""
 
     name: str
-    step: Step
+    command: Command
 
 
 class Fence(NamedTuple):
@@ -132,11 +132,11 @@ class Transaction:
 
     def start(self) -> list[Action]:
         """Ask everybody. Call this once, before any event."""
-        return [Send(name, Step.PREPARE) for name in self.votes]
+        return [Send(name, Command.PREPARE) for name in self.votes]
 
-    def answer(self, name: str, step: Step, accepted: bool) -> list[Action]:
-        """Note that ``name`` has accepted or refused ``step``."""
-        vote = ANSWERS.get((self.votes[name], step, accepted))
+    def answer(self, name: str, command: Command, accepted: bool) -> list[Action]:
+        """``name`` has accepted or refused ``command``."""
+        vote = ANSWERS.get((self.votes[name], command, accepted))
         if vote is None:
             return []
         self.votes[name] = vote
@@ -144,17 +144,17 @@ class Transaction:
         return [*refused, *self._go_on()]
 
     def lose(self, name: str, why: str) -> list[Action]:
-        """Note that the connection to ``name`` ended, or that no message can be sent there."""
+        """The connection to ``name`` has ended, or no message can be sent there."""
         if self.ended or self.votes[name] in REFUSED or self.votes[name] is Vote.LOST:
             return []
         self.votes[name] = Vote.LOST
         return [Fence(name, why), *self._go_on()]
 
-    def deadline(self, step: Step) -> list[Action]:
-        """Note that the deadline of ``step`` has passed: whoever has not answered is lost."""
-        late = [name for name, vote in self.votes.items() if WAITING.get(vote) is step]
+    def deadline(self, command: Command) -> list[Action]:
+        """The deadline of ``command`` has passed: whoever has not answered is lost."""
+        late = [name for name, vote in self.votes.items() if WAITING.get(vote) is command]
         self.votes |= dict.fromkeys(late, Vote.LOST)
-        fences = [Fence(name, f"no answer within the deadline ({step.value})") for name in late]
+        fences = [Fence(name, f"no answer within the deadline ({command.value})") for name in late]
         return [*fences, *self._go_on()] if late else []
 
     def tally(self) -> Tally:
@@ -177,7 +177,7 @@ class Transaction:
                 self.votes[name] = Vote.LOST
                 yield Fence(name, "it refused what another replica has done")
         if self.phase in ENTRY:
-            step, vote = ENTRY[self.phase]
+            command, vote = ENTRY[self.phase]
             names = [name for name, before in self.votes.items() if before is not Vote.LOST]
             self.votes |= dict.fromkeys(names, vote)
-            yield from [Send(name, step) for name in names]
+            yield from [Send(name, command) for name in names]

@@ -1,79 +1,147 @@
-"""The weights of the fleet for a replica that lacks them: from their last source, or from a replica that has them."""
+"""The weights and adapters of the fleet for a replica that lacks them: from another replica, or from their source."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
+from msgspec.structs import replace
+
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
-from fastdeploy.core.host import host_id
-from fastdeploy.core.weight_source import FileSource, WholeSource
+from fastdeploy.core.process import host_id
+from fastdeploy.core.weight_source import ADAPTER_TENSORS, FileSource, FolderSource, WholeSource
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.state import FleetAdapter, FleetState
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
+Ways = list[tuple[str, Callable[[], Awaitable[object]]]]  # to get something, with names for people
 
 
-class WeightTransfer:
-    """Gives weights to a replica in a weight session, whose commit is refused unless the new weights have the
-    fingerprint of the fleet's weights. The commit sets all else that a commit of the fleet has set. A file is used
-    between two replicas of the gateway's host, HTTP between others."""
+class Transfer:
+    """Gives weights and adapters to replicas. An engine refuses those that do not have the fingerprint of the fleet's.
+    Files are used between replicas of one host, HTTP between others. ask_s: time in which an engine tells where its
+    copy of an adapter is."""
 
-    def __init__(self, hosts: RemoteHosts):
-        self._hosts = hosts
+    def __init__(self, hosts: RemoteHosts, ask_s: float):
+        self._hosts, self._ask_s = hosts, ask_s
 
-    async def give(self, replica: Replica, state: FleetState, peers: Sequence[Replica]) -> None:
-        """Give ``replica`` the weights of the fleet. peers: replicas that serve them. Raises WrongOrder, which names
-        the tries, if nobody can give them, and EngineError if the replica is lost."""
-        tries: list[tuple[str, Callable[[str], Awaitable[object]]]] = []
+    # ------------------------------------------------------------------ weights
+
+    async def give_weights(self, replica: Replica, state: FleetState, peers: Sequence[Replica]) -> None:
+        """Give ``replica`` the weights of the fleet, and all else that a commit of the fleet has set. Their last source
+        comes first. peers: replicas that serve them. Raises WrongOrder, which names the tries, if nobody can give them,
+        and EngineError if the replica is lost."""
+        ways: Ways = []
         if state.source is not None:
-            tries.append((f"from {state.source}", partial(self._part, replica, state.source)))
+            ways.append((f"from {state.source}", partial(self._update, replica, state, self._part, state.source)))
         here = replica.placement.host
         for peer in sorted(peers, key=lambda peer: (peer.placement.host != here, peer.in_flight)):
-            tries.append((f"from replica {peer.name}", partial(self._copy, peer, replica)))
-        failures = []
-        for name, part in tries:
-            try:
-                await self._update(replica, state, part)
-                return
-            except (FastDeployError, OSError) as error:
-                if isinstance(error, EngineError) and not replica.client.connected.is_set():
-                    raise
-                logger.warning("replica %s did not get the weights %s: %s", replica.name, name, error)
-                failures.append(f"{name}: {error}")
-        why = "; ".join(failures) or "their source is not known, and no other replica has them"
-        raise WrongOrder(f"the weights {state.version!r} of epoch {state.weight_epoch} cannot be had: {why}")
+            ways.append((f"from replica {peer.name}", partial(self._update, replica, state, self._copy, peer)))
+        await _try_each(replica, f"the weights {state.version!r} of epoch {state.weight_epoch}", ways)
 
-    async def _update(self, replica: Replica, state: FleetState, part: Callable[[str], Awaitable[object]]) -> None:
+    async def _update(
+        self, replica: Replica, state: FleetState, part: Callable[..., Awaitable[object]], origin: WholeSource | Replica
+    ) -> None:
+        """Update the weights in a session, whose only part ``part(replica, session, origin)`` adds."""
         call = replica.client.call
         begin = m.BeginUpdateArgs(
             version=state.version, fingerprint=state.fingerprint, placed_by="fleet", ends_with_client=True
         )
         committed, session = state.committed, (await call(begin))["session_id"]
         try:
-            await part(session)
+            await part(replica, session, origin)
             await call(m.CommitUpdateArgs(session, **committed._asdict()))
         except BaseException:
             with contextlib.suppress(FastDeployError):
                 await call(m.AbortUpdateArgs(session))
             raise
 
-    async def _part(self, replica: Replica, source: WholeSource, session: str) -> None:
+    async def _part(self, replica: Replica, session: str, source: WholeSource) -> None:
         await replica.client.call(m.UpdateChunkArgs(session, source))
 
-    async def _copy(self, peer: Replica, replica: Replica, session: str) -> None:
+    async def _copy(self, replica: Replica, session: str, peer: Replica) -> None:
         if peer.placement.host == replica.placement.host == host_id():
             path = (await peer.client.call(m.ExportWeightsArgs()))["path"]
             try:
-                await self._part(replica, FileSource(path), session)
+                await self._part(replica, session, FileSource(path))
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             return
         async with self._hosts.exported(peer) as weights:
             await self._hosts.add_part(replica, session, weights)
+
+    # ------------------------------------------------------------------ adapters
+
+    async def give_adapter(self, replica: Replica, adapter: FleetAdapter, others: Sequence[Replica]) -> None:
+        """Load ``adapter`` on ``replica``. The copies of other engines come first, and the source last, since the
+        trainer may have written another adapter to it. others: replicas that may have a copy. Raises WrongOrder, which
+        names the tries, if nobody can give it, and EngineError if the replica is lost."""
+        args = replace(adapter.args, prepare=True, replace=True, lookup=False, fingerprint=adapter.fingerprint)
+        paths = await asyncio.gather(*(self._copy_of(other, args) for other in others))
+        here = replica.placement.host
+        folders: Ways = []
+        downloads: Ways = []
+        for other, path in zip(others, paths, strict=True):
+            if path is None:
+                continue
+            shares_files = other.placement.host == here
+            if shares_files:
+                copy = contextlib.nullcontext(replace(args, source=FolderSource(path), config=None))
+                folders.append((f"from the copy of replica {other.name}", partial(_load, replica, adapter, copy)))
+            if not shares_files or here != host_id():
+                sent = self._sent(other, replica, args)
+                downloads.append((f"from replica {other.name}, over HTTP", partial(_load, replica, adapter, sent)))
+        source = ("from its source", partial(_load, replica, adapter, contextlib.nullcontext(args)))
+        what = f"adapter {args.lora_name!r} of epoch {adapter.epoch}"
+        await _try_each(replica, what, [*folders, *downloads, source])
+
+    async def _copy_of(self, other: Replica, args: m.LoadAdapterArgs) -> str | None:
+        """Return the folder in which another engine keeps the adapter, if it has the same adapter."""
+        with contextlib.suppress(FastDeployError, TimeoutError):
+            async with asyncio.timeout(self._ask_s):
+                copy = await other.client.call(m.ExportAdapterArgs(args.lora_name))
+            if copy["fingerprint"] == args.fingerprint:
+                return str(copy["path"])
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self, other: Replica, replica: Replica, args: m.LoadAdapterArgs
+    ) -> AsyncIterator[m.LoadAdapterArgs]:
+        """Send the copy of ``other`` to a file on the replica's host. Yield the load of this file."""
+        config = await self._hosts.adapter_config(other, args.lora_name)
+        tensors = self._hosts.exported_adapter(other, args.lora_name, ADAPTER_TENSORS)
+        async with tensors as reply, self._hosts.passed_on(replica, reply) as source:
+            yield replace(args, source=source, config=config)
+
+
+async def _load(
+    replica: Replica, adapter: FleetAdapter, source: AbstractAsyncContextManager[m.LoadAdapterArgs]
+) -> None:
+    async with source as args:
+        await replica.client.call(args)
+    await replica.client.call(m.EndLoadArgs(args.lora_name, True, adapter.epoch, adapter.fingerprint))
+
+
+async def _try_each(replica: Replica, what: str, ways: Ways) -> None:
+    """Try the ways in their order until one of them works."""
+    failures = []
+    for name, way in ways:
+        try:
+            await way()
+            return
+        except (FastDeployError, OSError) as error:
+            if isinstance(error, EngineError) and not replica.client.connected.is_set():
+                raise
+            logger.warning("replica %s did not get %s %s: %s", replica.name, what, name, error)
+            failures.append(f"{name}: {error}")
+    why = "; ".join(failures) or "their source is not known, and no other replica has them"
+    raise WrongOrder(f"{what} cannot be had: {why}")

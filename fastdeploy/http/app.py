@@ -9,37 +9,35 @@ import os
 import signal
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
 
-from fastdeploy import __version__
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.process import VERSION
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapter_export import adapter_export_router
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
 from fastdeploy.http.control.pause import control_router
-from fastdeploy.http.control.weight_export import export_router
 from fastdeploy.http.control.weights import weights_router
-from fastdeploy.http.dialects.areal.routes import areal_router
+from fastdeploy.http.dialects.areal import areal_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
-from fastdeploy.http.docs_page import add_docs_page
-from fastdeploy.http.errors import add_error_handlers
+from fastdeploy.http.errors import add_error_handlers, json_response
 from fastdeploy.http.fleet.routes import fleet_router
 from fastdeploy.http.fleet.spool import spool_router
 from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import AccessPolicy
+from fastdeploy.http.guards.route_access import Access, AccessPolicy, RouteTable
 from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
-from fastdeploy.http.openai.serving_chat import chat_router
-from fastdeploy.http.openai.serving_completion import completion_router
-from fastdeploy.http.openapi import DescribedApp
+from fastdeploy.http.openai.chat import chat_router
+from fastdeploy.http.openai.completion import completion_router
+from fastdeploy.http.openapi import DescribedApp, page
 from fastdeploy.http.ui.routes import ui_router
 from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
@@ -48,8 +46,8 @@ logger = logging.getLogger(__name__)
 ROUTERS = {
     "OpenAI": (completion_router, chat_router),
     "Control": (control_router,),
-    "Weights": (weights_router, export_router),
-    "Adapters": (adapters_router, adapter_export_router),
+    "Weights": (weights_router,),
+    "Adapters": (adapters_router,),
     "Operation": (health_router,),
     "Fleet": (fleet_router, spool_router),
     "vLLM": (vllm_router,),
@@ -74,23 +72,24 @@ def create_app(
 
     app = DescribedApp(
         title="FastDeploy",
-        version=__version__,
+        version=VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
     )
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
     upload_files = UploadFiles(config)
     context = ServingContext(client, tokenizer, config, uploads, upload_files)
-    for tag, routers in ROUTERS.items():
-        for router in routers:
-            app.include_router(router(context), tags=[tag])
-    add_docs_page(app)
-    app.include_router(ui_router(client))
+    routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
+    routers += [("", docs_router(app)), ("", ui_router(client))]
+    for tag, router in routers:
+        app.include_router(router, tags=[tag])
+    routes = RouteTable(route for _, router in routers for route in router.routes)
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
-    app.add_middleware(Guard, check=AccessPolicy.of(config, keys).check)
+    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -100,6 +99,22 @@ def create_app(
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app
+
+
+def docs_router(app: FastAPI) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/openapi.json")
+    @Access.OPEN
+    def openapi() -> Response:
+        return json_response(app.openapi())
+
+    @router.get("/docs")
+    @Access.OPEN
+    def docs() -> Response:
+        return HTMLResponse(page(app.openapi()))
+
+    return router
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import OutOfSpace
-from fastdeploy.core.shared_files import has_room, new_locked_file, remove_abandoned
+from fastdeploy.core.files import has_room, new_locked_file, remove_abandoned
 
 # Of a file of two halves: one is filled while the engine reads the other. The engine takes a half between two steps, so
 # an upload beside steps takes at least one step for each half.

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-from fastdeploy.core import envs
+from fastdeploy.core.process import ipc_root
 
 PREFIX = "fastdeploy-"
 SOCKET = "engine.sock"
@@ -15,7 +15,7 @@ RETAINED_LOG = "retained.log"
 
 def create() -> str:
     """Make a new folder that only this user may enter (mode 0700), and return its path."""
-    return tempfile.mkdtemp(prefix=PREFIX, dir=envs.ipc_root())
+    return tempfile.mkdtemp(prefix=PREFIX, dir=ipc_root())
 
 
 def endpoint(path: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from fastdeploy.core.files import Folder
 from fastdeploy.core.fingerprint import Fingerprint, fingerprint, over_all
-from fastdeploy.core.safe_files import Folder
 from fastdeploy.core.serving_dtype import fits, in_dtype
 from fastdeploy.core.weight_source import ADAPTER_CONFIG, ADAPTER_TENSORS
 from fastdeploy.model_executor.lora_config import (

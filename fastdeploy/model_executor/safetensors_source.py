@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.files import ANYWHERE, SHARED_MEMORY, Folder, open_regular
 from fastdeploy.core.pulled_folder import lock_for_reading
-from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
-from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import MAX_TENSORS, FileSource, FolderSource, SharedMemorySource, Source
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, new_locked_file, remove_abandoned, write_all
+from fastdeploy.core.files import SHARED_MEMORY, new_file, new_locked_file, remove_abandoned, write_all
 
 SHM = Path(SHARED_MEMORY)
 SEGMENT_PREFIX = "fastdeploy-weights-"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory, Place
-from fastdeploy.core.request import Request
-from fastdeploy.core.scope import ServedModel
+from fastdeploy.core.request import Request, ServedModel
 from fastdeploy.scheduler.queue import Gate, WaitingQueue
 
 

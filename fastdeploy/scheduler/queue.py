@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import chain, count
 
-from fastdeploy.core.request import Request, RequestState
-from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.core.request import Request, RequestState, Scope, ServedModel
 
 Entry = tuple[tuple[float, ...], int, int, Request]
 

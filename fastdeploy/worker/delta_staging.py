@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import ChunkReceipt, Staged
-from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source, StreamSource
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import DeltaItem

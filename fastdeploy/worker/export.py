@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import EngineError, OutOfSpace
-from fastdeploy.core.shared_files import new_locked_file, write_all
+from fastdeploy.core.files import new_locked_file, write_all
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import Parameter, Value, as_bytes, unpack
 
@@ -22,7 +22,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[str, Value], path: str) -> int:
     """Write every checkpoint tensor in the serving dtype to the new file ``path``, and return its bytes. The file is
-    locked while it is written (see shared_files.py). After an error there is no file. Raises OutOfSpace, or
+    locked while it is written (see core/files.py). After an error there is no file. Raises OutOfSpace, or
     EngineError if the file cannot be written."""
     header, nbytes = _header(ops.dtype, parameters)
     try:

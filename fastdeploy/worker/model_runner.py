@@ -11,11 +11,11 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ModelInfo, Staging
-from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
 from fastdeploy.model_executor.model_config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.core.safe_files import Folder
+from fastdeploy.core.files import Folder
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, GENERATION, read_config, read_eos_token_ids
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, read_checksums, refuse_tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import ChunkReceipt, Staged
-from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source, StreamSource
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import DeltaItem, Region

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fastdeploy.core.files import open_regular
 from fastdeploy.core.fingerprint import ZERO, Fingerprint
-from fastdeploy.core.safe_files import open_regular
 from fastdeploy.core.weight_source import StreamSource
 from fastdeploy.model_executor.ops.interface import Region, StageItem
 from fastdeploy.model_executor.safetensors_source import (

@@ -13,7 +13,7 @@ from acceptance.lib.chaos.run import Chaos, Options, Pause
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.runner import expected_tokens
 from fastdeploy.core.outputs import Span
-from fastdeploy.fleet.pause_plans import PausePlan
+from fastdeploy.fleet.pause_calls import PauseCall
 from fastdeploy.inter_communicator.messages import Output
 
 SHORT = Options(replicas=8, pauses=20, step_s=0.005, fence_s=0.1, sessions=6, pace_s=0.02)
@@ -55,8 +55,10 @@ def test_a_short_run_finds_nothing_wrong():
 
 
 def test_a_fleet_that_is_half_paused_is_found(monkeypatch):
-    send = PausePlan.prepare
-    monkeypatch.setattr(PausePlan, "prepare", lambda self, name: [] if name == "replica-0" else send(self, name))
+    send = PauseCall.messages_to_prepare
+    monkeypatch.setattr(
+        PauseCall, "messages_to_prepare", lambda self, name: [] if name == "replica-0" else send(self, name)
+    )
     chaos = Chaos(Options(replicas=3, pauses=3, step_s=0.005, fence_s=1.0, sessions=2, pace_s=0.0, scale=0.1))
     asyncio.run(chaos.run())
     assert any("replica-0: a member that is not paused" in problem for problem in chaos.ledger.problems)

@@ -6,11 +6,10 @@ import pytest
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.plan import BlockCopy
-from fastdeploy.core.request import Group, Request
+from fastdeploy.core.request import Group, Request, Scope, ServedModel
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope, ServedModel
-from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.core.served_weights import WHOLE_ENGINE, ServedWeights
 
 
 def make(token_ids: list[int], salt: str = "", model: ServedModel | None = None) -> Request:

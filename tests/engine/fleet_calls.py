@@ -13,7 +13,7 @@ def lead(
     h: Harness, term: int = 1, controller: str = "gw-1", client: str = GATEWAY, lease_s: float = 10.0, **fields: int
 ) -> m.Reply:
     """Let ``client`` lead. The client connects first if it is new. fields: others of LeadArgs."""
-    if client not in h.engine.lifecycle.delivery.clients:
+    if client not in h.engine.delivery.clients:
         h.connect(client)
     return h.ask(m.LeadArgs("fleet-1", controller, term, lease_s, **fields), client)
 

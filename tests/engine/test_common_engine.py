@@ -377,7 +377,7 @@ def test_an_exception_at_admission_refuses_the_request_and_leaves_nothing_of_it(
     h = Harness()
     h.add("other", [9], max_tokens=4)
     h.add("r", [1, 2, 3], n=3, max_tokens=4)
-    monkeypatch.setattr("fastdeploy.engine.requests.admission.check_retainable", broken)
+    monkeypatch.setattr("fastdeploy.engine.admission.check_retainable", broken)
     h.run_rounds()
     assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.lifecycle.requests)
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from engine.fleet_calls import GATEWAY, lead, led, load_prepared
 from engine.test_state_machine import explore
 from engine.weight_calls import assert_serves
 from fastdeploy.core.errors import NotLeader
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.leadership import Leadership
 from fastdeploy.inter_communicator import messages as m

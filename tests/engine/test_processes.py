@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from fastdeploy.engine.processes import process_runs
+from fastdeploy.engine.requests.delivery import process_runs
 
 
 @pytest.mark.processes

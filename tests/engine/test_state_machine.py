@@ -12,7 +12,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pauses.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m

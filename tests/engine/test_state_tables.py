@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 
 from fastdeploy.core import request as r
+from fastdeploy.core.request import Scope
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.engine.pauses import pause as p
 from fastdeploy.engine.updates import weight_session as w
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs
@@ -47,7 +48,7 @@ def test_a_request_follows_its_table(state, event):
 
 @pytest.mark.parametrize(("phase", "event"), list(product(p.PausePhase, p.PauseEvent)))
 def test_a_pause_follows_its_table(phase, event):
-    pause = p.PauseState(Scope(WHOLE_ENGINE), Harness().engine.lifecycle, lambda: 0.0)
+    pause = Harness().engine.pause
     pause.phase = phase
     assert_follows(p.TRANSITIONS, pause, "phase", pause._advance, event)
     assert len(p.TRANSITIONS) == 7

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
 from fastdeploy.entrypoints.fleet_flags import launcher_spec
@@ -72,8 +72,6 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
         (["--max-bodies-mb", "0"], "--max-bodies-mb"),
         (["--max-uploads", "0"], "--max-uploads"),
         (["--max-connections", "0"], "--max-connections"),
-        (["--max-header-kb", "0"], "--max-header-kb"),
-        (["--header-s", "0"], "--header-s"),
         (["--body-idle-s", "0"], "--body-idle-s"),
         (["--max-reply-logprobs", "0"], "--max-reply-logprobs"),
         (["--fleet-endpoint", "http://here:1"], "--fleet-endpoint"),

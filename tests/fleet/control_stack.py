@@ -7,16 +7,43 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.membership import Membership
+from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.running_call import RunningCall
+from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from fleet.fake_fleet import FakeEngine
+
+
+class Members:
+    """What the control of a gateway needs of its membership. fenced: reasons, by the name of the replica."""
+
+    hosts, connected = cast(RemoteHosts, None), ()  # all replicas are on this host
+
+    def __init__(self, config: FleetConfig, replicas: list[Replica]):
+        self._replicas = {replica.name: replica for replica in replicas}
+        self.fenced: dict[str, str] = {}
+        self.state = FleetState()
+        self.leadership = GatewayLeadership(
+            config, self._replicas, self.state, lambda *args: None, lambda *args: None, print
+        )
+        self.leadership.leads, self.leadership.term = True, 1
+
+    @property
+    def quorum(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.in_quorum]
+
+    def fence(self, replica: Replica, why: str) -> None:
+        self.fenced[replica.name] = why
+        replica.advance(ReplicaEvent.FENCE, why)
 
 
 class ControlStack:
@@ -29,13 +56,10 @@ class ControlStack:
         self.replicas = [
             Replica(e.placement, ZmqConnector(e.endpoint), config.stall_s, lambda replica: None) for e in self.engines
         ]
-        self.fenced: dict[str, str] = {}
-        self.control = FleetControl(config, lambda: [r for r in self.replicas if r.in_quorum], self._fence)
+        members = Members(config, self.replicas)
+        self.fenced = members.fenced
+        self.control = FleetControl(config, cast(Membership, members))
         self._blocked: dict[int, threading.Event] = {}
-
-    def _fence(self, replica: Replica, why: str) -> None:
-        self.fenced[replica.name] = why
-        replica.advance(ReplicaEvent.FENCE, why)
 
     async def start(self) -> None:
         for replica in self.replicas:

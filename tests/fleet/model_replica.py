@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastdeploy.core import errors
-from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FileSource, FolderSource, WholeSource
-from fastdeploy.fleet.transaction import Step
+from fastdeploy.fleet.transaction import Command
 from fastdeploy.inter_communicator import messages as m
 
 
 class Sent(NamedTuple):
-    """A message to a replica, or its answer. run, step, index: place of the message in its call."""
+    """A message to a replica, or its answer. run, command, index: place of the message in its call."""
 
     run: int
-    step: Step
+    command: Command
     index: int
     args: m.Args
     result: Any = None

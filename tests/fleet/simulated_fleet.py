@@ -1,4 +1,4 @@
-"""A fleet without processes: model replicas, and a gateway that runs the real plans and the real transaction table over
+"""A fleet without processes: model replicas, and a gateway that runs the real calls and the real transaction table over
 a network in which each message may be late, doubled or lost.
 
 A connection keeps its order, as ZMQ does. So a message is lost only together with the connection, or in a replica that
@@ -13,20 +13,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fastdeploy.core import errors
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.adapter_transfer import AdapterTransfer
+from fastdeploy.fleet.call import Context, FleetCall
+from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner
-from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.pause_plans import PausePlan
-from fastdeploy.fleet.plan import Context, Plan
-from fastdeploy.fleet.plans import plan_for
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.pause_calls import PauseCall
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetAdapter, FleetHold, FleetState
-from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Step, Transaction, Vote
-from fastdeploy.fleet.transfer import WeightTransfer
+from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
+from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
 from fleet.model_replica import START, ModelReplica, Sent, Sources
 
@@ -37,20 +36,20 @@ TAKE_TURNS = (m.SleepArgs, m.WakeArgs)
 class SimulatedCall:
     """A call that a gateway makes. outcome: "done" or the error; None as long as it runs."""
 
-    def __init__(self, gateway: SimulatedGateway, number: int, plan: Plan[Any], names: list[str]):
-        self.gateway, self.number, self.plan, self.names = gateway, number, plan, names
-        self.transaction = gateway.fleet.make_transaction(names, plan.rule)
+    def __init__(self, gateway: SimulatedGateway, number: int, fleet_call: FleetCall[Any], names: list[str]):
+        self.gateway, self.number, self.fleet_call, self.names = gateway, number, fleet_call, names
+        self.transaction = gateway.fleet.make_transaction(names, fleet_call.rule)
         self.outcome: str | Exception | None = None
         self.answers = 0
-        self.takes_turns = isinstance(plan.args, TAKE_TURNS)
-        self._got: dict[tuple[str, Step], dict[int, Any]] = {}
+        self.takes_turns = isinstance(fleet_call.args, TAKE_TURNS)
+        self._got: dict[tuple[str, Command], dict[int, Any]] = {}
         self._rolled_back = False
 
     def start(self) -> None:
-        state = self.plan.state
+        state = self.fleet_call.state
         state.order += 1
-        self.plan.order = state.order
-        self.plan.begin()
+        self.fleet_call.order = state.order
+        self.fleet_call.on_send()
         self.act(self.transaction.start())
 
     def act(self, actions: list[Action]) -> None:
@@ -58,67 +57,71 @@ class SimulatedCall:
         while queue:
             action = queue.popleft()
             if isinstance(action, Send):
-                queue += self._send(action.name, action.step)
+                queue += self._send(action.name, action.command)
             else:
                 self.gateway.fence(action.name)
         if self.transaction.ended and self.outcome is None:
             self._end()
 
-    def _send(self, name: str, step: Step) -> list[Action]:
-        if step is Step.ROLLBACK and not self._rolled_back:
+    def _send(self, name: str, command: Command) -> list[Action]:
+        if command is Command.ROLLBACK and not self._rolled_back:
             self._rolled_back = True
-            self.plan.rolling_back()
-        if step is Step.PREPARE:
-            messages = list(self.plan.prepare(name))
+            self.fleet_call.on_rollback()
+        if command is Command.PREPARE:
+            messages = list(self.fleet_call.messages_to_prepare(name))
         else:
-            one = self.plan.commit(name) if step is Step.COMMIT else self.plan.rollback(name)
+            one = (
+                self.fleet_call.message_to_commit(name)
+                if command is Command.COMMIT
+                else self.fleet_call.message_to_undo(name)
+            )
             messages = [] if one is None else [one]
         if not messages:
-            return self.transaction.answer(name, step, True)
+            return self.transaction.answer(name, command, True)
         if name not in self.gateway.members:
             return self.transaction.lose(name, "not connected")
-        self._got[name, step] = {}
+        self._got[name, command] = {}
         for index, args in enumerate(messages):
             replica = self.gateway.fleet.replicas[name]
-            replica.inbox.append((self.gateway.term, Sent(self.number, step, index, args, len(messages))))
+            replica.inbox.append((self.gateway.term, Sent(self.number, command, index, args, len(messages))))
         return []
 
     def answered(self, name: str, sent: Sent, result: Any) -> None:
-        got = self._got.setdefault((name, sent.step), {})
+        got = self._got.setdefault((name, sent.command), {})
         got.setdefault(sent.index, (sent.args, result))
         if isinstance(result, errors.NotLeader):
             self.outcome = result
         if (
             self.outcome is not None
             or len(got) < sent.result
-            or WAITING.get(self.transaction.votes[name]) is not sent.step
+            or WAITING.get(self.transaction.votes[name]) is not sent.command
         ):
             return
         error = next((value for _, value in got.values() if isinstance(value, Exception)), None)
         for args, value in got.values():
-            if not isinstance(value, Exception) and sent.step is not Step.ROLLBACK:
-                self.plan.heard(name, args, value)
+            if not isinstance(value, Exception) and sent.command is not Command.ROLLBACK:
+                self.fleet_call.on_result(name, args, value)
         last = got[sent.result - 1][1]
-        if error is not None and self.plan.forgives(error):
+        if error is not None and self.fleet_call.is_done_already(error):
             error, last = None, None
         elif error is None:
-            error = self.plan.judge(name, sent.step, last)
-        if error is not None and sent.step is not Step.ROLLBACK:
-            self.plan.errors[name] = error
-        elif error is None and last is not None and sent.step is not Step.ROLLBACK:
-            self.plan.results[name] = last
-        self.act(self.transaction.answer(name, sent.step, error is None))
+            error = self.fleet_call.disagreement(name, sent.command, last)
+        if error is not None and sent.command is not Command.ROLLBACK:
+            self.fleet_call.errors[name] = error
+        elif error is None and last is not None and sent.command is not Command.ROLLBACK:
+            self.fleet_call.results[name] = last
+        self.act(self.transaction.answer(name, sent.command, error is None))
 
     def _end(self) -> None:
         self.answers += 1
         lost = [name for name, vote in self.transaction.votes.items() if vote is Vote.LOST]
-        self.plan.results = {name: r for name, r in self.plan.results.items() if name not in lost}
-        if self.transaction.phase is Phase.DONE and self.plan.results:
+        self.fleet_call.results = {name: r for name, r in self.fleet_call.results.items() if name not in lost}
+        if self.transaction.phase is Phase.DONE and self.fleet_call.results:
             self.outcome = "done"
-            self.gateway.fleet.note_done(self.plan.done())
+            self.gateway.fleet.note_done(self.fleet_call.on_success())
         else:
-            self.plan.failed()
-            self.outcome = next(iter(self.plan.errors.values()), errors.EngineDead("no member is left"))
+            self.fleet_call.on_failure()
+            self.outcome = next(iter(self.fleet_call.errors.values()), errors.EngineDead("no member is left"))
         self.gateway.ended(self)
 
 
@@ -137,12 +140,12 @@ class SimulatedGateway:
         if isinstance(args, TAKE_TURNS) and any(c.outcome is None for c in self.calls if c.takes_turns):
             self.waiting.append(args)
             return None
-        plan = plan_for(args, Context(self.state, self.fleet.config, 0.0))
+        fleet_call = call_for(args, Context(self.state, self.fleet.config, 0.0))
         try:
-            names = list(plan.participants(list(self.members)))
+            names = list(fleet_call.participants(list(self.members)))
         except errors.FastDeployError:
             return None
-        call = SimulatedCall(self, len(self.calls), plan, names)
+        call = SimulatedCall(self, len(self.calls), fleet_call, names)
         self.calls.append(call)
         call.start()
         return call
@@ -166,9 +169,9 @@ class SimulatedGateway:
                 call.act(call.transaction.lose(name, "the connection is lost"))
 
     def deadline(self, call: SimulatedCall) -> None:
-        for step in Step:
+        for command in Command:
             if call.outcome is None:
-                call.act(call.transaction.deadline(step))
+                call.act(call.transaction.deadline(command))
         for name in [name for name in call.names if name not in self.members]:
             for other in self.calls:
                 if other.outcome is None and name in other.transaction.votes:
@@ -185,9 +188,9 @@ class ConnectedReplica:
         self.connected, self.welcome = asyncio.Event(), None
         self.connected.set()
         self.model_info = {"dtype": "float32", "vocab_size": 1000, "max_model_len": 128}
-        self.note(replica.do(m.FleetStateArgs()))
+        self.keep_report(replica.do(m.FleetStateArgs()))
 
-    def note(self, report: dict[str, Any]) -> dict[str, Any]:
+    def keep_report(self, report: dict[str, Any]) -> dict[str, Any]:
         self.report = report
         return report
 
@@ -291,7 +294,9 @@ class SimulatedFleet:
         """Let a replica that is out join with the real code, while no call changes the fleet. It stays out if nobody
         can give what it lacks, or if it refuses to take it."""
         gateway, state = self.gateway, self.gateway.state
-        busy = any(call.outcome is None for call in gateway.calls) or any(s.open for s in state.sessions.values())
+        busy = any(call.outcome is None for call in gateway.calls) or any(
+            s.open for s in state.weight_sessions.values()
+        )
         if name in gateway.members or busy or not gateway.members:
             return
         connected = {
@@ -300,9 +305,9 @@ class SimulatedFleet:
             if other == name or other in gateway.members
         }
         nowhere = cast(RemoteHosts, None)  # all replicas are on this host
-        transfers = WeightTransfer(nowhere), AdapterTransfer(nowhere, self.config.fence_after_s)
-        leadership = cast(Leadership, SimulatedLeadership(state))
-        joiner = Joiner(self.config, state, leadership, lambda: list(connected.values()), *transfers)
+        transfer = Transfer(nowhere, self.config.fence_after_s)
+        leadership = cast(GatewayLeadership, SimulatedLeadership(state))
+        joiner = Joiner(self.config, state, leadership, connected, transfer)
         try:
             self._loop.run_until_complete(joiner.bring(connected[name]))
         except (JoinBlocked, errors.WrongOrder):  # the second one: the replica refuses for reasons of its own
@@ -369,7 +374,7 @@ class SimulatedFleet:
             assert replica.committed == state.committed
             assert replica.adapters == {name: (a.epoch, a.fingerprint) for name, a in state.adapters.items()}
             assert replica.asleep == set(state.asleep)
-            assert (replica.session is not None) == any(s.open for s in state.sessions.values())
+            assert (replica.session is not None) == any(s.open for s in state.weight_sessions.values())
             assert not replica.loads
             assert replica.committed.weight_epoch >= self.answered_epoch, (
                 "a member serves older weights than an earlier answer"
@@ -380,11 +385,11 @@ class SimulatedFleet:
 
     def _stands(self, call: SimulatedCall) -> bool:
         """Return whether the hold of a call stands, if the call is a pause and no later call may have released it."""
-        if not isinstance(call.plan, PausePlan):
+        if not isinstance(call.fleet_call, PauseCall):
             return True
-        hold_id = call.plan.args.hold_id
+        hold_id = call.fleet_call.args.hold_id
         for later in self.gateway.calls[call.number + 1 :]:
-            args = later.plan.args
+            args = later.fleet_call.args
             if isinstance(args, m.ResumeArgs) and args.hold_id in (None, hold_id):
                 return True
             if isinstance(args, m.PauseArgs) and args.hold_id == hold_id and later.outcome != "done":

@@ -20,7 +20,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet import running_call
-from fastdeploy.fleet.transaction import Step, Vote
+from fastdeploy.fleet.transaction import Command, Vote
 from fastdeploy.inter_communicator import messages as m
 from fleet.control_stack import control_stack, holds, served, spoil, statuses, update
 from support.fake_runner import write_adapter
@@ -58,9 +58,9 @@ async def test_a_replica_that_is_lost_during_a_pause_is_fenced_and_the_others_ar
             assert running._deadline.when() <= loop.time() + 5.0
             while list(running._transaction.votes.values()).count(Vote.PREPARED) < 2:
                 await asyncio.sleep(0)
-            running._late(Step.PREPARE, loop.time() - 100)  # the timer is late itself: answers may wait unread
+            running._late(Command.PREPARE, loop.time() - 100)  # the timer is late itself: answers may wait unread
             assert not stack.fenced
-            running._late(Step.PREPARE, loop.time())
+            running._late(Command.PREPARE, loop.time())
         report = await call
         assert statuses(report) == {"r0": "done", "r1": "fenced", "r2": "done"}
         assert [entry["error"]["code"] for entry in report["replicas"] if "error" in entry] == ["engine_dead"]
@@ -77,18 +77,18 @@ async def test_replicas_get_more_time_if_most_of_them_are_late():
         while Vote.PREPARED not in running._transaction.votes.values():
             await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
-        running._late(Step.PREPARE, loop.time())
+        running._late(Command.PREPARE, loop.time())
         assert not stack.fenced
         stack.unblock(0)
         while list(running._transaction.votes.values()).count(Vote.PREPARED) < 2:
             await asyncio.sleep(0)
-        running._late(Step.PREPARE, loop.time())
+        running._late(Command.PREPARE, loop.time())
         assert statuses(await call) == {"r0": "done", "r1": "fenced", "r2": "done"}
     async with control_stack(1) as stack:
         await stack.block(0)
         call, running = await stack.begin(m.PauseArgs("keep", hold_id="h"))
         running._patient_until = loop.time()
-        running._late(Step.PREPARE, loop.time())
+        running._late(Command.PREPARE, loop.time())
         with pytest.raises(EngineDead):
             await call
 
@@ -99,7 +99,7 @@ async def test_one_of_two_replicas_that_is_late_is_fenced_at_the_deadline():
         call, running = await stack.begin(m.PauseArgs("keep", hold_id="h"))
         while Vote.PREPARED not in running._transaction.votes.values():
             await asyncio.sleep(0)
-        running._late(Step.PREPARE, asyncio.get_running_loop().time())
+        running._late(Command.PREPARE, asyncio.get_running_loop().time())
         assert list(stack.fenced) == ["r1"] and statuses(await call) == {"r0": "done", "r1": "fenced"}
 
 
@@ -113,7 +113,7 @@ async def test_an_answer_that_came_in_time_counts_even_if_this_process_reads_it_
         stack.unblock(1)
         while "h" not in stack.engines[1].engine.pause.holds:  # the event loop stands still meanwhile
             time.sleep(0.01)
-        running._passed(Step.PREPARE, asyncio.get_running_loop().time())  # the deadline, before any answer is read
+        running._passed(Command.PREPARE, asyncio.get_running_loop().time())  # the deadline, before any answer is read
         assert statuses(await call) == {"r0": "done", "r1": "done", "r2": "done"}
 
 

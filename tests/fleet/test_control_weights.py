@@ -16,11 +16,11 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.fleet.call import Context
+from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import plan_for
 from fastdeploy.fleet.state import FleetState
-from fastdeploy.fleet.transaction import Step
+from fastdeploy.fleet.transaction import Command
 from fastdeploy.inter_communicator import messages as m
 from fleet.control_stack import control_stack, holds, served, spoil, statuses, update
 from support.fake_runner import adapter_fingerprint, write_adapter
@@ -126,8 +126,8 @@ async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(tmp_path):
 
 def test_a_load_waits_for_a_hung_replica_for_its_one_time_out_and_until_the_fence():
     load = m.LoadAdapterArgs("lora", FolderSource("/a"), timeout_s=3.0)
-    plan = plan_for(load, Context(FleetState(), FleetConfig(fleet_id="fleet-1", fence_after_s=2.0), 0.0))
-    assert plan.seconds(Step.PREPARE) == 5.0
+    call = call_for(load, Context(FleetState(), FleetConfig(fleet_id="fleet-1", fence_after_s=2.0), 0.0))
+    assert call.timeout_s(Command.PREPARE) == 5.0
 
 
 async def test_after_a_reset_no_member_and_no_joiner_has_an_adapter_of_the_run_before(tmp_path):
@@ -196,7 +196,7 @@ async def test_a_reset_between_the_two_phases_of_a_load_costs_no_member(tmp_path
         for engine in stack.engines[1:]:  # the first one has prepared the load when the reset comes
             engine.runner.may_stage.clear()
         call, running = await stack.begin(load)
-        while not running._plan.results:
+        while not running._call.results:
             await asyncio.sleep(0.005)
         await stack.control.call(m.ResetArgs())
         with pytest.raises(WrongOrder):

@@ -198,13 +198,13 @@ def test_a_second_gateway_leads_when_the_first_one_has_gone(fleet):
 def test_a_gateway_that_stood_still_steps_down_when_another_one_has_led(fleet, monkeypatch):
     leadership, engine = fleet.client.membership.leadership, fleet.engines[0]
     boot_id, term = leadership.fleet, leadership.term
-    usurp, take, may_take = LeadArgs(boot_id, "usurper", term + 5, 0.001), leadership._take, threading.Event()
+    usurp, take, may_take = LeadArgs(boot_id, "usurper", term + 5, 0.001), leadership._become_leader, threading.Event()
 
     async def take_later() -> list[dict[str, Any]]:
         await asyncio.to_thread(may_take.wait)
         return await take()
 
-    monkeypatch.setattr(leadership, "_take", take_later)
+    monkeypatch.setattr(leadership, "_become_leader", take_later)
     with fleet.stopped_gateway():
         until(lambda: leads(engine, usurp), 20, "the lease of the gateway has ended")
     until(lambda: not leadership.leads, 20, "stepped down")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from e2e.server import in_background, until
-from fastdeploy.fleet import lookups
+from fastdeploy.fleet import dispatch
 from fastdeploy.fleet.config import FleetConfig
 from fleet.fake_fleet import FakeEngine, FakeFleet, fake_fleet
 from support.fake_runner import adapter_fingerprint, expected_tokens, write_adapter
@@ -160,7 +160,7 @@ def test_a_folder_that_is_no_adapter_is_refused_with_the_reason_and_costs_no_mem
 
 
 def test_a_lookup_while_too_many_run_is_refused(fleet, monkeypatch, root):
-    monkeypatch.setattr(lookups, "MAX_LOOKUPS", 1)
+    monkeypatch.setattr(dispatch, "MAX_LOOKUPS", 1)
     write_adapter(root / "bob", "a2")
     stop_reads(fleet)
     first = asked(fleet)

@@ -129,7 +129,7 @@ def test_a_session_ends_with_the_term_of_its_gateway(fleet):
 
     async def step_down() -> tuple[int, int]:
         before = membership.state.changing
-        membership.deposed("a test deposes it")
+        membership.leadership.depose("a test deposes it")
         return before, membership.state.changing
 
     assert fleet.run(step_down()) == (1, 0), "nobody could join in its next term"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
 from fastdeploy.fleet.rebuild import fleet_of, new_fleet, rebuild, reference
+from fastdeploy.fleet.state import TTL_MARGIN_S
 
 FLEET = "fleet-1/abc"
 NOW = 1000.0

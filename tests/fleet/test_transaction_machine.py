@@ -51,7 +51,7 @@ REFUSABLE = [
     m.SleepArgs,
 ]
 # The steps of a script, the frequent ones several times.
-STEPS = (
+COMMANDS = (
     *["call"] * 8,
     *["whole call of an adapter"] * 2,
     *["handle"] * 6,
@@ -66,8 +66,8 @@ STEPS = (
 
 def scripts(min_size: int, max_size: int) -> st.SearchStrategy[list[tuple[str, int]]]:
     """Return a strategy of scripts: each step with a number that chooses the call or the replica."""
-    codes = st.lists(st.integers(0, len(STEPS) * 1000 - 1), min_size=min_size, max_size=max_size)
-    return codes.map(lambda codes: [(STEPS[code % len(STEPS)], code // len(STEPS)) for code in codes])
+    codes = st.lists(st.integers(0, len(COMMANDS) * 1000 - 1), min_size=min_size, max_size=max_size)
+    return codes.map(lambda codes: [(COMMANDS[code % len(COMMANDS)], code // len(COMMANDS)) for code in codes])
 
 
 def play(num: int, script: list[tuple[str, int]]) -> None:

@@ -10,10 +10,9 @@ import pytest
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import STATUS
 from fastdeploy.http.app import create_app
-from fastdeploy.http.dialects.areal import routes as areal
+from fastdeploy.http.dialects import areal
 from fastdeploy.http.dialects.sglang import routes as sglang
-from fastdeploy.http.docs_page import type_name
-from fastdeploy.http.openapi import schema_of
+from fastdeploy.http.openapi import schema_of, type_name
 
 # POST routes that read no field.
 WITHOUT_FIELDS = {

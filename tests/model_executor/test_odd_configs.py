@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.core.weight_source import ADAPTER_CONFIG
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.model_executor import lora_config

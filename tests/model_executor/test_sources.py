@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.core.pulled_folder import LOCK, STATE, SYNC
-from fastdeploy.core.safe_files import ANYWHERE, Folder
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 from fastdeploy.model_executor.safetensors_source import (
     CHECKSUMS,

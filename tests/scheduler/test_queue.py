@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from fastdeploy.core.request import Group, Request, RequestEvent
+from fastdeploy.core.request import Group, Request, RequestEvent, Scope
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.scheduler.queue import WaitingQueue
 
 SCOPE = Scope(WHOLE_ENGINE)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
 from fastdeploy.engine.pauses.holds import Hold
 from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState
@@ -133,7 +133,7 @@ class CheckedEngine(RuleBasedStateMachine):
 
     def uploads_to(self, session_id: str) -> list[Upload]:
         """Return the uploads to a session that neither ended nor lost their API server."""
-        clients = self.engine.lifecycle.delivery.clients
+        clients = self.engine.delivery.clients
         return [u for u in self.uploads.values() if u.session_id == session_id and u.client in clients]
 
     def send_piece(self, upload: Upload, nbytes: int, state: str, skip: int = 0, client: str = "") -> None:
@@ -197,9 +197,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.had_weights = self.h.runner.has_weights
         self.known = self.book.known
         holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
-        clients = set(self.engine.lifecycle.delivery.clients)
+        clients = set(self.engine.delivery.clients)
         self.h.run_rounds()
-        self.has_same_clients = clients == set(self.engine.lifecycle.delivery.clients)
+        self.has_same_clients = clients == set(self.engine.delivery.clients)
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             assert self.h.served.weight_epoch == (session.weight_epoch or weight_epoch + 1)
@@ -222,9 +222,7 @@ class CheckedEngine(RuleBasedStateMachine):
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
         if session is not None and session.state.value == "open" and self.has_same_clients:
             assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
-            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients, (
-                "it outlives its API server"
-            )
+            assert session.owner is None or session.owner in self.engine.delivery.clients, "it outlives its API server"
 
     def rounds(self, times: int) -> None:
         for _ in range(times):

@@ -21,7 +21,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.requests.retained_log import RetainedLog
+from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, write_adapter
 

@@ -10,7 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
+from fastdeploy.http.guards.route_access import AccessPolicy, RouteTable
 from fastdeploy.inter_communicator import messages as m
 
 OCTETS = {"content-type": "application/octet-stream"}
@@ -19,6 +21,12 @@ OCTETS = {"content-type": "application/octet-stream"}
 def in_thread(call: Callable, *args: Any, **kwargs: Any) -> Future:
     """Run a blocking call in a thread."""
     return ThreadPoolExecutor(1).submit(call, *args, **kwargs)
+
+
+def route_table(app: FastAPI) -> RouteTable:
+    """Return the table that the guard of an app reads."""
+    checks = [guard.kwargs["check"] for guard in app.user_middleware if "check" in guard.kwargs]
+    return next(check.__self__.routes for check in checks if isinstance(check.__self__, AccessPolicy))
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import PLAIN, PartFormat
 from fastdeploy.inter_communicator import messages as m
 

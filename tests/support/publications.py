@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastdeploy.core.config import UPLOAD_PREFIX
-from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.files import SHARED_MEMORY
 
 
 @dataclass

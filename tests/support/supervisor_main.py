@@ -7,7 +7,7 @@ import signal
 import sys
 
 from fastdeploy.core.config import EngineConfig, ServeConfig
-from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.process import setup_logging
 from fastdeploy.entrypoints import child
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.supervisor import Supervisor

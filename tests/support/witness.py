@@ -9,7 +9,7 @@ from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
 from support.adapter_book import AdapterBook
 from support.fake_runner import EOS, next_token

@@ -28,8 +28,10 @@ from support.step_driver import outputs, sleep, update, wake
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen3_wide", "qwen2_bf16"])
-@pytest.mark.parametrize("tags", [("weight",), ("kv_cache",), ("weight", "kv_cache")])
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [*((name, ("weight", "kv_cache")) for name in SPECS), ("qwen2_bf16", ("weight",)), ("qwen2_bf16", ("kv_cache",))],
+)
 def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runner, tmp_path):
     runner = make_runner(name, spill_dir=str(tmp_path))
     before, checksums = outputs(runner), runner.checksums()

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
-from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import collect_rarely
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.requests.retained_log import RetainedLog
+from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.lib.fleet.engines import FakeEngines
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.fleet.launcher import Placement
 
 

@@ -150,7 +150,7 @@ class SleepingRunner:
         if not chunk.sample:
             return None
         token = next_token(known, self.weights, self.info.vocab_size)
-        return Sampled(token, Logprob(-1.0) if new.sampling.logprobs is not None else None)
+        return Sampled([token], [Logprob(-1.0)] if new.sampling.logprobs is not None else [])
 
     def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> SleepingStaging:
         return SleepingStaging(self, partial or delta)

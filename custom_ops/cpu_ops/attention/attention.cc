@@ -33,7 +33,7 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
       const Floats16 v = load_n(x + i, static_cast<int>(std::min<int64_t>(16, dim - i)));
       sum = fma(v, v, sum);
     }
-    factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.eps);
+    factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.norm_eps);
   }
   for (int64_t i = 0; i < half; i += 16) {
     const int n = static_cast<int>(std::min<int64_t>(16, half - i));

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import AdapterLoaded, InvalidField, ModelNotFound, VersionConflict
-from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
+from fastdeploy.core.errors import AdapterLoaded, InvalidField, VersionConflict
+from fastdeploy.core.files import path_problem
+from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapters.loads import Adapter
-from fastdeploy.engine.field_checks import MAX_EPOCH, check_kv, check_label, check_seconds
+from fastdeploy.engine.field_checks import MAX_EPOCH, adapter_not_found, check_kv, check_label, check_seconds
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 
@@ -64,14 +64,14 @@ class AdapterChecks:
         """Return the folder in which an unknown name is looked up. Raises ModelNotFound without an adapter root, and
         for a name that cannot be one. A link that leads out of the root is refused when the folder is opened."""
         if not self._config.adapter_root:
-            raise not_found(name)
+            raise adapter_not_found(name)
         path = os.path.join(self._config.adapter_root, name)
         try:
             self._check_name(name)
         except InvalidField as error:
-            raise not_found(name) from error
+            raise adapter_not_found(name) from error
         if not {"", ".", ".."}.isdisjoint(name.split("/")) or path_problem(path) is not None:
-            raise not_found(name)
+            raise adapter_not_found(name)
         return path
 
     def _check_name(self, name: str) -> None:
@@ -95,8 +95,3 @@ def check_adapter_epoch(adapter_epoch: int | None, serves: int) -> None:
     if adapter_epoch is not None and adapter_epoch <= serves:
         why = f"adapter_epoch: expected a number above {serves}, got {adapter_epoch}"
         raise VersionConflict(why, adapter_epoch=serves)
-
-
-def not_found(name: str, field: str = "model", more: str = "") -> ModelNotFound:
-    """Return the error for an unknown name, in the field of this name. more: to say about it."""
-    return ModelNotFound(f"{field}: there is no adapter {name!r}{more}", param=field)

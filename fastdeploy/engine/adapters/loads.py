@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.scope import ServedModel
 from fastdeploy.engine.adapters.reads import Packed
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.engine.adapters.checks import AdapterChecks, not_found
+from fastdeploy.engine.adapters.checks import AdapterChecks
 from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.field_checks import adapter_not_found
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
@@ -37,7 +38,7 @@ class AdapterLookups:
         """Return the folder in which the name of a request is to be looked up. Raises ModelNotFound, or
         UpdateInProgress if no further lookup may start."""
         if self._root and not self.for_requests:
-            raise not_found(name, more="; this engine belongs to a fleet, whose gateway looks names up")
+            raise adapter_not_found(name, more="; this engine belongs to a fleet, whose gateway looks names up")
         path = self._checks.path_in_root(name)
         self.thread.check_room()
         return path
@@ -58,4 +59,4 @@ class AdapterLookups:
 
 def explained(error: FastDeployError, name: str) -> FastDeployError:
     """Return the error of a lookup: a name without a folder is that of no adapter."""
-    return not_found(name) if error.detail.get("param") == "lora_path" else error
+    return adapter_not_found(name) if error.detail.get("param") == "lora_path" else error

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
-from fastdeploy.core.scope import ServedModel
 from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.scheduler.scheduler import Scheduler
@@ -39,6 +39,7 @@ class AdapterReads:
         self._runner = runner
         self._scheduler = scheduler
         self._memory = scheduler.adapters
+        self._room = scheduler.adapter_room
         self._store = store
         self._timeout_s = timeout_s
         self._loaded = StagingThread(wake, clock)
@@ -62,7 +63,7 @@ class AdapterReads:
         """Give the runner an adapter under the number that ``model`` serves. While the weights sleep, only an adapter
         that requests in the batch use stays in memory."""
         self._runner.commit_adapter(model.served.adapter, packed[1])
-        self._scheduler.adapter_room.committed(model, keep="weight" not in self._runner.asleep)
+        self._room.committed(model, keep="weight" not in self._runner.asleep)
 
     def remove_copy(self, number: int) -> None:
         """Remove the copy of a load, beside the steps."""

@@ -18,22 +18,25 @@ from typing import Any
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError, UpdateInProgress, WrongOrder
 from fastdeploy.core.events import EventKind, EventLog
+from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource, may_hang
-from fastdeploy.engine.adapters.checks import AdapterChecks, check_adapter_epoch, not_found
+from fastdeploy.engine.adapters.checks import AdapterChecks, check_adapter_epoch
 from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
 from fastdeploy.engine.adapters.lookups import AdapterLookups, explained
 from fastdeploy.engine.adapters.reads import AdapterReads, Packed
 from fastdeploy.engine.adapters.store import AdapterStore
+from fastdeploy.engine.field_checks import adapter_not_found
 from fastdeploy.engine.handlers import handles
-from fastdeploy.engine.pauses.scopes import Scopes
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.metrics.metrics import EngineMetrics
+from fastdeploy.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -54,8 +57,10 @@ class AdapterRegistry:
         self,
         config: EngineConfig,
         runner: Runner,
-        scopes: Scopes,
+        scopes: ScopeRegistry,
+        scheduler: Scheduler,
         lifecycle: RequestLifecycle,
+        metrics: EngineMetrics,
         policy: SourcePolicy,
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -64,15 +69,17 @@ class AdapterRegistry:
         self._config = config
         self._events = events
         self._scopes = scopes
+        self._scheduler = scheduler
         self._lifecycle = lifecycle
-        self._memory = lifecycle.scheduler.adapters
+        self._metrics = metrics
+        self._memory = scheduler.adapters
         self._clock = clock
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20, runner.check_adapter)
         self._checks = AdapterChecks(config, policy, self.store.is_copy)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
         from_root = StagingThread(wake, clock, COPIES_AT_ONCE)
         self.lookups = AdapterLookups(config, self._checks, self.store, from_root, clock)
-        self.reads = AdapterReads(runner, lifecycle.scheduler, self.store, wake, clock, config.stage_timeout_s)
+        self.reads = AdapterReads(runner, scheduler, self.store, wake, clock, config.stage_timeout_s)
         self._threads = (self._copies, self.lookups.thread, *self.reads.threads)
         self._known: dict[str, Adapter] = {}
         self._looked_up: dict[str, ServedModel] = {}
@@ -244,7 +251,7 @@ class AdapterRegistry:
 
     def _find(self, name: str, field: str) -> Adapter:
         if (adapter := self._known.get(name)) is None:
-            raise not_found(name, field)
+            raise adapter_not_found(name, field)
         return adapter
 
     def _begin(self, args: m.LoadAdapterArgs, timeout_s: float, answer: Answer | None) -> None:
@@ -330,12 +337,12 @@ class AdapterRegistry:
         model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
         adapter.fingerprint = info.fingerprint
-        self._lifecycle.metrics.commits.labels("adapter", args.kv).inc()
+        self._metrics.commits.labels("adapter", args.kv).inc()
         if self._events.watched:
             fields = {"version": version, "weight_epoch": before.weight_epoch, "adapter_epoch": epoch, "kv": args.kv}
             self._events.add(EventKind.COMMITTED, model.scope.id, **fields)
         if replaced:
-            self._lifecycle.scheduler.weights_changed(model, before, recompute)
+            self._scheduler.weights_changed(model, before, recompute)
             self.reads.remove_copy(before.adapter)
         self.reads.commit(model, packed)
         return {

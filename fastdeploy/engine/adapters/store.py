@@ -26,8 +26,7 @@ from fastdeploy.core.errors import (
     OutOfSpace,
     WeightUpdateRefused,
 )
-from fastdeploy.core.safe_files import Folder, open_regular
-from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
+from fastdeploy.core.files import SHARED_MEMORY, Folder, new_file, open_regular, write_all
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,

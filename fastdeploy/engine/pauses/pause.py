@@ -12,19 +12,12 @@ again when its last hold is released, and not before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.core.errors import (
-    FastDeployError,
-    HoldNotFound,
-    PauseInterrupted,
-    PauseTimeout,
-    ResumeRefused,
-)
+from fastdeploy.core.errors import FastDeployError, HoldNotFound, PauseInterrupted, PauseTimeout, ResumeRefused
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.request import Scope
 from fastdeploy.engine.pauses.holds import (
     GATES,
     SYSTEM,
@@ -32,37 +25,47 @@ from fastdeploy.engine.pauses.holds import (
     Admission,
     Hold,
     Mode,
+    PauseCall,
     PauseEvent,
     PausePhase,
+    PauseTerms,
     ReleaseReason,
     expiry,
+    read_terms,
 )
-from fastdeploy.engine.pauses.pause_call import PauseCall, PauseTerms, read_terms
-from fastdeploy.engine.requests.delivery import Answer, DeliveryFence
+from fastdeploy.engine.requests.delivery import Answer, Delivery, DeliveryFence
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.inter_communicator.messages import PauseArgs, RenewArgs, ResumeArgs
+from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.queue import Gate
+from fastdeploy.scheduler.scheduler import Scheduler
 
 FENCE_TIMEOUT_S = 5.0  # time for an acknowledgement; then the engine checks whether the API server's process runs
 
 
 class PauseState:
     """The pause state of one scope. The loop calls ``settle`` between any two steps, after it has handled the messages,
-    unless the scope is ``at_rest`` and no deadline has come."""
+    unless the scope is ``at_rest`` and no deadline has come. metrics: count the pauses; None for an adapter."""
 
     def __init__(
         self,
         scope: Scope,
+        scheduler: Scheduler,
         lifecycle: RequestLifecycle,
-        clock: Callable[[], float] = time.monotonic,
-        events: EventLog | None = None,
+        delivery: Delivery,
+        clock: Callable[[], float],
+        events: EventLog,
+        metrics: EngineMetrics | None = None,
     ):
         self.scope = scope
+        self._scheduler = scheduler
         self._lifecycle = lifecycle
+        self._delivery = delivery
         self._clock = clock
-        self._events = events or EventLog(clock)
+        self._events = events
+        self._metrics = metrics
         self.phase = PausePhase.RUNNING
-        self._told = (self.phase, Gate.OPEN)  # of the last PHASE event
+        self._reported = (self.phase, Gate.OPEN)  # in the last PHASE event
         self._began = 0.0
         self.holds: dict[str, Hold] = {}
         self._calls: list[PauseCall] = []
@@ -201,26 +204,27 @@ class PauseState:
             return
         # A later pause call does not replace the fence: a client that never acknowledges must not get more time.
         if self._fence is None or self._fence.overtaken:
-            self._fence = self._lifecycle.raise_fence(self.scope, self._clock() + FENCE_TIMEOUT_S)
+            self._lifecycle.hand_over([])
+            self._fence = self._delivery.raise_fence(self.scope, self._clock() + FENCE_TIMEOUT_S)
         if self._fence.passed:
             self._quiesced()
 
     def _lower_fence(self) -> None:
         if self._fence is not None:
-            self._lifecycle.delivery.lower_fence(self._fence)
+            self._delivery.lower_fence(self._fence)
             self._fence = None
 
     def _drained(self) -> bool:
         """Return whether the drain has ended. In mode wait, all requests that have started must end first. With a
         closed gate, they are frozen and need not end."""
-        return self.gate is Gate.CLOSED or self._lifecycle.drained(self.scope)
+        return self.gate is Gate.CLOSED or self._scheduler.drained(self.scope)
 
     def _quiesced(self) -> None:
         self._lower_fence()
         self._advance(PauseEvent.QUIESCED)
         self._apply_gate()
         if any(call.clear_cache for call in self._calls):
-            self._lifecycle.scheduler.drop_kv(self.scope)
+            self._scheduler.drop_kv(self.scope)
         calls, self._calls = self._calls, []
         for call in calls:
             call.answer(self._report(call, "paused"), None)
@@ -238,7 +242,8 @@ class PauseState:
         """Drop every API server that has not acknowledged the fence and whose process is dead or stopped. A server
         whose process runs is slow: it is dropped only at the deadline of the first waiting call."""
         first_due = min((c.deadline for c in self._calls), default=now)
-        silent = self._lifecycle.give_up_on_silent_clients(fence, spare_running=first_due > now)
+        silent = self._delivery.give_up_on_silent_clients(fence, spare_running=first_due > now)
+        self._lifecycle.hand_over([])
         for call in self._calls:
             call.note_silent(silent)
         fence.deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
@@ -264,10 +269,10 @@ class PauseState:
         return self._lifecycle.abort_all(why, self.scope) if mode is Mode.ABORT else []
 
     def _apply_gate(self) -> None:
-        self._lifecycle.scheduler.set_gate(self.scope, self.gate)
-        before, now = self._told, (self.phase, self.gate)
+        self._scheduler.set_gate(self.scope, self.gate)
+        before, now = self._reported, (self.phase, self.gate)
         if before != now:
-            self._told = now
+            self._reported = now
             self._measure(before[0])
             if self._events.watched:
                 self._events.add(EventKind.PHASE, self.scope.id, phase=self.phase.value, gate=self.gate.value)
@@ -275,13 +280,13 @@ class PauseState:
     def _measure(self, before: PausePhase) -> None:
         """Count a pause of the whole engine at its first hold, with the mode of this hold, and its duration at its
         end."""
-        if self.scope.above is not None:
+        if self._metrics is None:
             return
         if before is PausePhase.RUNNING and self.mode is not None:
             self._began = self._clock()
-            self._lifecycle.metrics.pauses.labels(self.mode.name.lower()).inc()
+            self._metrics.pauses.labels(self.mode.name.lower()).inc()
         elif self.phase is PausePhase.RUNNING:
-            self._lifecycle.metrics.pause_seconds.observe([self._clock() - self._began])
+            self._metrics.pause_seconds.observe([self._clock() - self._began])
 
     def _escalate_others(self, call: PauseCall) -> None:
         for other in self._calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,35 +11,49 @@ import msgspec
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseBlocked
 from fastdeploy.core.events import EventLog
-from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
-from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.engine.adapters.checks import not_found
+from fastdeploy.core.request import Scope, ServedModel
+from fastdeploy.core.served_weights import ADAPTER_PREFIX, WHOLE_ENGINE, ServedWeights, adapter_scope
+from fastdeploy.engine.field_checks import adapter_not_found
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Mode
 from fastdeploy.engine.pauses.pause import PauseState
-from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.requests.delivery import Answer, Delivery
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, PauseStatusArgs, RenewArgs, ResumeArgs
+from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.queue import Gate
+from fastdeploy.scheduler.scheduler import Scheduler
 
 MAX_HOLDS = 1024  # of callers, on the whole engine, and as many on all adapters together
 
 
-class Scopes:
+class ScopeRegistry:
     """The scope of the whole engine, and one scope for each adapter name. A request is scheduled only if the gate of
     its own scope and the gate of the whole engine both allow that. An adapter's scope costs time per step only while it
     drains. The scope of a name exists while it has an adapter or a hold.
 
     base: the base model. adapters: the models over it, also those that were unloaded and still have requests."""
 
-    def __init__(self, lifecycle: RequestLifecycle, boot_id: str, clock: Callable[[], float], events: EventLog):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lifecycle: RequestLifecycle,
+        delivery: Delivery,
+        metrics: EngineMetrics,
+        boot_id: str,
+        clock: Callable[[], float],
+        events: EventLog,
+    ):
+        self._scheduler = scheduler
         self._lifecycle = lifecycle
-        self._events = events
         self._clock = clock
+        self._new_pause = functools.partial(
+            PauseState, scheduler=scheduler, lifecycle=lifecycle, delivery=delivery, clock=clock, events=events
+        )
         self.whole = Scope(WHOLE_ENGINE, boot_id)
         self.base = self.whole.model
         self.adapters: dict[ServedModel, None] = {}
-        self.whole_pause = PauseState(self.whole, lifecycle, clock, events)
+        self.whole_pause = self._new_pause(self.whole, metrics=metrics)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
         self._held: list[PauseState] = []  # of adapters, with a hold
         self._moving: list[PauseState] = []  # of adapters: those to settle before the next step
@@ -49,7 +64,7 @@ class Scopes:
         scope_id = adapter_scope(served.adapter_name)
         if scope_id not in self._pauses:
             scope = Scope(scope_id, self.whole.boot_id, self.whole)
-            self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock, self._events)
+            self._pauses[scope_id] = self._new_pause(scope)
         scope = self._pauses[scope_id].scope
         scope.num_models += 1
         scope.model = model = ServedModel(scope, served)
@@ -79,7 +94,7 @@ class Scopes:
         """Return the pause state of a scope. Raises ModelNotFound for an adapter that is not known, unless a hold or a
         request of that name is left."""
         if (pause := self.find(scope_id)) is None:
-            raise not_found(scope_id.removeprefix(ADAPTER_PREFIX), "lora_name")
+            raise adapter_not_found(scope_id.removeprefix(ADAPTER_PREFIX), "lora_name")
         return pause
 
     def serve(self, version: str, weight_epoch: int) -> None:
@@ -112,7 +127,7 @@ class Scopes:
         waits = args.mode.lower() == "wait" and pause.mode in (None, Mode.WAIT) and not pause.is_paused
         if not waits or args.hold_id in pause.holds or self.whole_pause.gate is not Gate.CLOSED:
             return
-        if not self._lifecycle.drained(pause.scope):
+        if not self._scheduler.drained(pause.scope):
             held_by = list(self.whole_pause.holds)
             why = f"holds of the whole engine freeze its requests ({', '.join(map(repr, held_by))})"
             raise PauseBlocked(f"mode: a wait of {pause.scope.id!r} cannot end: {why}", param="mode", held_by=held_by)

@@ -1,21 +1,25 @@
-"""Messages of the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
+"""The clients of the engine and the messages to them: outputs, heartbeats, and the fence that proves delivery."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.request import Request
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.request import Request, Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.scheduler.scheduler import NewToken
+from fastdeploy.scheduler.scheduler import NewTokens
+
+log = logging.getLogger("fastdeploy.engine")
 
 MAX_OUTPUTS = 512  # in one message. A step rarely makes more; the end of all waiting requests may
+DEAD_OR_STOPPED = "ZXxTt"  # of the states in man 5 proc: zombie, dead, stopped by a signal, stopped by a debugger
 
 
 class ClientProcess(NamedTuple):
@@ -23,6 +27,23 @@ class ClientProcess(NamedTuple):
 
     pid: int
     here: bool
+
+
+class SilentClients(NamedTuple):
+    """Process ids of API servers that have not acknowledged a fence. slow: the process runs and gets more time.
+    dropped: counted as gone."""
+
+    slow: list[int]
+    dropped: list[int]
+
+
+def process_runs(pid: int) -> bool:
+    """Return whether the process ``pid`` lives and is not stopped. A process that waits or computes runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in DEAD_OR_STOPPED
 
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]  # answers a control call: (result, error)
@@ -55,13 +76,15 @@ class DeliveryFence:
 
 
 class Delivery:
-    """The connected clients, and all messages to them. on_gone(client): called once when a client cannot be reached any
-    more. observe: called with every output of a request with retain_s, sent or not."""
+    """The connected clients, and all messages to them. retain: called with every output of a request with retain_s,
+    sent or not. runs(pid): whether a process of this machine runs. on_gone(client): called once when a client cannot be
+    reached any more; the lifecycle of requests sets it."""
 
-    def __init__(self, transport: Transport, on_gone: Callable[[str], None], observe: Callable[[Output], None]):
+    def __init__(self, transport: Transport, retain: Callable[[Output], None], runs: Callable[[int], bool]):
         self._transport = transport
-        self._on_gone = on_gone
-        self._observe = observe
+        self._retain = retain
+        self._runs = runs
+        self.on_gone: Callable[[str], None] = lambda client: None
         self.clients: dict[str, ClientProcess] = {}  # by name
         self._unreachable: set[str] = set()
         self._fence_ids = count(1)
@@ -103,30 +126,30 @@ class Delivery:
             del self.clients[client]
             for fence in self._fences.values():
                 fence.unacknowledged.discard(client)
-            self._on_gone(client)
+            self.on_gone(client)
 
-    def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """Send every new token, and one final output for each request that ended. A client with more than MAX_OUTPUTS
-        outputs gets several messages, so it can read the first while the others are made."""
+    def send_outputs(self, step: list[NewTokens], ended: list[Request]) -> None:
+        """Send the new tokens of a step, and one final output for each request that ended. A client with more than
+        MAX_OUTPUTS outputs gets several messages, so it can read the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
-        with_token = set()
-        for token in tokens:
-            with_token.add(token.request)
-            self._collect(token.request, token, by_client)
+        with_tokens = set()
+        for new in step:
+            with_tokens.add(new.request)
+            self._collect(new.request, new, by_client)
         for request in ended:
-            if request not in with_token:
+            if request not in with_tokens:
                 self._collect(request, None, by_client)
         for client, outputs in by_client.items():
             self.send(client, m.Outputs(outputs))
 
-    def _collect(self, request: Request, token: NewToken | None, by_client: dict[str, list[Output]]) -> None:
+    def _collect(self, request: Request, new: NewTokens | None, by_client: dict[str, list[Output]]) -> None:
         group = request.group
         retained = group.add.retain_s > 0
         if request.silent and not retained:
             return
-        output = _output(request, token)
+        output = _output(request, new)
         if retained:
-            self._observe(output)
+            self._retain(output)
         if not request.silent and group.client in self.clients:
             outputs = by_client[group.client]
             outputs.append(output)
@@ -152,28 +175,43 @@ class Delivery:
         """Stop waiting for ``fence``."""
         self._fences.pop(fence.scope, None)
 
-    def acknowledge(self, client: str, fence_id: int) -> None:
+    def acknowledge(self, client: str, ack: m.FenceAck) -> None:
         for fence in self._fences.values():
-            if fence.id == fence_id:
+            if fence.id == ack.fence_id:
                 fence.unacknowledged.discard(client)
+
+    def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
+        """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process is known to
+        run. Nothing is known about processes of other machines."""
+        silent = SilentClients([], [])
+        for client in list(fence.unacknowledged):
+            pid, here = self.clients[client]
+            if spare_running and here and self._runs(pid):
+                log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
+                silent.slow.append(pid)
+                continue
+            log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
+            silent.dropped.append(pid)
+            self.dismiss(client)
+        return silent
 
     def _follow_fences(self, scope: Scope) -> None:
         for fence in self._fences.values():
             fence.followed |= fence.scope.covers(scope)
 
 
-def _output(request: Request, token: NewToken | None) -> Output:
-    first = token.first if token is not None else request.num_output_tokens == 0
+def _output(request: Request, new: NewTokens | None) -> Output:
+    first = new.first if new is not None else request.num_output_tokens == 0
     return Output(
         request_id=request.group.add.request_id,
         choice=request.choice,
-        token_ids=[token.token_id] if token else [],
-        logprobs=[token.logprob] if token and token.logprob is not None else [],
-        spans=[token.span] if token else [],
+        token_ids=new.token_ids if new else [],
+        logprobs=[*new.logprobs] if new else [],
+        spans=[new.span] if new else [],
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
         prompt_logprobs=request.prompt_logprobs if first else [],
-        cached_tokens=request.cached_tokens if token is None or token.first else 0,
+        cached_tokens=request.cached_tokens if new is None or new.first else 0,
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,
     )

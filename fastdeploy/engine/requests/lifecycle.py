@@ -5,27 +5,30 @@ The engine sends exactly one final output for each choice of an accepted request
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
-from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
+from fastdeploy.core.process import check_integrity
+from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
-from fastdeploy.engine.requests.deadlines import WHY, Deadlines
-from fastdeploy.engine.requests.delivery import Delivery, DeliveryFence
+from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
+
+MIN_PRUNE = 1024
+WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its first step for longer than max_queue_s"}
 
 
 @dataclass(frozen=True)
@@ -40,37 +43,62 @@ class Counts:
     queued: int
 
 
-class SilentClients(NamedTuple):
-    """Process ids of API servers that have not acknowledged a fence. slow: the process runs and gets more time.
-    dropped: counted as gone."""
+class Deadlines:
+    """The times at which requests must end: at their deadline, or after max_queue_s without a first step. Costs no time
+    per step while none is due."""
 
-    slow: list[int]
-    dropped: list[int]
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str, Group]] = []
+        self._numbers = count()
+        self._prune_at = MIN_PRUNE
+
+    def add(self, group: Group, now: float, wall: float) -> None:
+        """Add the deadlines of a group. now: on the loop's clock. wall: time.time() at the same moment."""
+        add = group.add
+        if add.deadline_s is not None:
+            self._push(now + (add.arrival or wall) + add.deadline_s - wall, DEADLINE, group)
+        if add.max_queue_s is not None:
+            self._push(now + add.max_queue_s, QUEUE_TIMEOUT, group)
+
+    def next(self) -> float | None:
+        """Return the time of the first deadline. Its request may have ended already."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Yield the requests that must end now, each with DEADLINE or QUEUE_TIMEOUT."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, kind, group = heapq.heappop(self._heap)
+            for request in list(group.requests):
+                if request.live and (kind is DEADLINE or not group.scheduled):
+                    yield request, kind
+
+    def _push(self, at: float, kind: str, group: Group) -> None:
+        if len(self._heap) >= self._prune_at:  # drop the deadlines of requests that have ended
+            self._heap = [entry for entry in self._heap if entry[3].requests]
+            heapq.heapify(self._heap)
+            self._prune_at = max(MIN_PRUNE, 2 * len(self._heap))
+        heapq.heappush(self._heap, (at, next(self._numbers), kind, group))
 
 
 class RequestLifecycle:
-    """All requests of the engine and the outputs they have made.
-
-    clock: seconds, for deadlines. runs(pid): whether the process of a client lives and is not stopped.
-    """
+    """All requests of the engine. clock: seconds, for deadlines."""
 
     def __init__(
         self,
         scheduler: Scheduler,
+        delivery: Delivery,
         retention: Retention,
         metrics: EngineMetrics,
-        transport: Transport,
         clock: Callable[[], float],
-        runs: Callable[[int], bool],
     ):
-        self.scheduler = scheduler
+        self._scheduler = scheduler
+        self._delivery = delivery
         self._retention = retention
-        self.metrics = metrics
+        self._metrics = metrics
         self._clock = clock
-        self._runs = runs
+        self._deadlines = Deadlines()
         self.requests = RequestTable()
-        self.deadlines = Deadlines()
-        self.delivery = Delivery(transport, self._reap, lambda output: retention.observe(output, clock()))
+        delivery.on_gone = self._reap
 
     # ------------------------------------------------------------------ in
 
@@ -78,10 +106,10 @@ class RequestLifecycle:
         """Take in a group that has passed the admission control."""
         self.requests.add(group)
         self._retention.track(group)
-        self.deadlines.add(group, self._clock(), time.time())
+        self._deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
-            self.scheduler.add(request)
-        self.metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
+            self._scheduler.add(request)
+        self._metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
 
     def attach(self, client: str, record: Record) -> None:
         """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
@@ -91,25 +119,25 @@ class RequestLifecycle:
         if not record.ended:
             if group.client not in (DETACHED, client):
                 elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
-                self.delivery.reject(group.client, group.add.request_id, elsewhere)
+                self._delivery.reject(group.client, group.add.request_id, elsewhere)
             group.client = client
         if outputs := record.replay():
-            self.delivery.send_replay(client, group.model.scope, outputs)
+            self._delivery.send_replay(client, group.model.scope, outputs)
 
     # ------------------------------------------------------------------ out
 
-    def hand_over(self, tokens: list[NewToken]) -> None:
+    def hand_over(self, tokens: list[NewTokens]) -> None:
         """Send new tokens and final outputs, and retire ended requests. No other function retires a request."""
-        ended, self.scheduler.ended = self.scheduler.ended, []
+        ended, self._scheduler.ended = self._scheduler.ended, []
         if not tokens and not ended:
             return
-        self.metrics.observe_tokens(tokens)
-        self.metrics.observe_ended(ended, time.time())
+        self._metrics.observe_tokens(tokens)
+        self._metrics.observe_ended(ended, time.time())
         for request in ended:
             self._count_ended(request)
-            self.scheduler.retire(request)
+            self._scheduler.retire(request)
             self.requests.remove(request)
-        self.delivery.send_outputs(tokens, ended)
+        self._delivery.send_outputs(tokens, ended)
 
     def _count_ended(self, request: Request) -> None:
         for scope in (request.scope, request.scope.above):
@@ -124,26 +152,30 @@ class RequestLifecycle:
     def end_what_is_due(self) -> None:
         """End the requests whose deadline has passed, and drop the results whose retain_s is over."""
         now = self._clock()
-        for request, kind in self.deadlines.due(now):
+        for request, kind in self._deadlines.due(now):
             self._abort_one(request, WHY[kind], kind)
         self._retention.expire(now)
+
+    def next_deadline(self) -> float | None:
+        """Time at which ``end_what_is_due`` must be called even if no message comes."""
+        return self._deadlines.next()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every live request and hand over the final outputs."""
         for request in self.requests:
             if request.live:
-                self.scheduler.end(request, reason, message)
+                self._scheduler.end(request, reason, message)
         self.hand_over([])
 
     def refuse(self, model: ServedModel, error: FastDeployError) -> None:
         """Tell the clients of all requests of ``model`` that these are not accepted after all."""
         groups = dict.fromkeys(request.group for request in model.requests if request.live)
         for group in groups:
-            self.delivery.reject(group.client, group.add.request_id, error)
+            self._delivery.reject(group.client, group.add.request_id, error)
             for request in group.requests:
                 if request.live:
                     request.silent = True
-                    self.scheduler.end(request, FinishReason.ERROR, error.message)
+                    self._scheduler.end(request, FinishReason.ERROR, error.message)
         self.hand_over([])
         for group in groups:
             self._retention.forget(group.add.request_id)  # the same request may come again
@@ -159,7 +191,7 @@ class RequestLifecycle:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
-                self.scheduler.end(request, reason)
+                self._scheduler.end(request, reason)
 
     def knows(self, request_id: str) -> bool:
         """Return whether a request that its client knows by this id runs here, or has a retained result."""
@@ -186,7 +218,7 @@ class RequestLifecycle:
 
     def _abort_one(self, request: Request, why: str, stop_reason: str | None = None) -> None:
         message = why if request.num_output_tokens else f"Abort before prefill: {why}"
-        self.scheduler.end(request, FinishReason.ABORT, message, stop_reason)
+        self._scheduler.end(request, FinishReason.ABORT, message, stop_reason)
 
     def _reap(self, client: str) -> None:
         """End the requests of a client whose process is gone. Requests with retain_s go on without a client."""
@@ -197,7 +229,7 @@ class RequestLifecycle:
                 continue
             request.silent = True
             if request.live:
-                self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
+                self._scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     @handles(m.RetainedArgs)
     def tell_known(self, args: m.RetainedArgs) -> dict[str, Any]:
@@ -209,9 +241,9 @@ class RequestLifecycle:
         ``running`` is set."""
         computed = [r for r in self.requests if r.live and r.num_computed]
         if args.running:
-            self.scheduler.drop_kv(scope)
+            self._scheduler.drop_kv(scope)
         else:
-            self.scheduler.kv.forget_prefixes()
+            self._scheduler.kv.forget_prefixes()
         return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
     # ------------------------------------------------------------------ for pauses
@@ -223,13 +255,9 @@ class RequestLifecycle:
             self._abort_one(request, message)
         return list(dict.fromkeys(r.group.client_id for r in live))
 
-    def drained(self, scope: Scope) -> bool:
-        """Return whether no started request of ``scope`` is left to run."""
-        return self.scheduler.drained(scope)
-
     def counts(self, scope: Scope) -> Counts:
         totals = scope.totals
-        return Counts(totals.aborted, totals.finished, totals.aborted_tokens, *self.scheduler.count(scope))
+        return Counts(totals.aborted, totals.finished, totals.aborted_tokens, *self._scheduler.count(scope))
 
     def count_by_scope(self) -> dict[Scope, tuple[int, int]]:
         """Return the numbers of started and of queued choices of each scope, in one pass."""
@@ -239,41 +267,21 @@ class RequestLifecycle:
                 (started if request.group.started else queued)[request.scope] += 1
         return {scope: (started[scope], queued[scope]) for scope in started | queued}
 
-    def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
-        self.hand_over([])
-        return self.delivery.raise_fence(scope, deadline)
-
-    def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
-        """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process is known to
-        run. Nothing is known about processes of other machines."""
-        silent = SilentClients([], [])
-        for client in list(fence.unacknowledged):
-            pid, here = self.delivery.clients[client]
-            if spare_running and here and self._runs(pid):
-                log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
-                silent.slow.append(pid)
-                continue
-            log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
-            silent.dropped.append(pid)
-            self.delivery.dismiss(client)
-        self.hand_over([])
-        return silent
-
     # ------------------------------------------------------------------ integrity
 
     def check_idle(self) -> None:
         """Check that nothing leaked, when no request is in the engine. Reads a few counters only, unless
         FASTDEPLOY_CHECK_INTEGRITY=1 asks for the full check."""
-        scheduler = self.scheduler
+        scheduler = self._scheduler
         assert not scheduler.running and not scheduler.frozen and not scheduler.ended and not len(scheduler.waiting)
         assert scheduler.kv.num_free == scheduler.info.num_blocks
-        if envs.check_integrity():
+        if check_integrity():
             self.check_integrity()
 
     def check_integrity(self) -> None:
         """Check that nothing leaked and nothing is counted twice, in time in proportion to the KV cache. Runs after a
         message whose handling failed and in tests; see also ``check_idle``."""
-        scheduler = self.scheduler
+        scheduler = self._scheduler
         scheduler.check_integrity()
         for request in self.requests:
             assert request.live or request in scheduler.ended, request

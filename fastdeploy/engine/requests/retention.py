@@ -3,24 +3,35 @@
 The engine keeps the results and not an API server, so any API server can ask for them, and any API server may die. A
 request whose client is gone is *detached*: it runs on, and its outputs accumulate. API servers find stop strings, so a
 detached request runs to its EOS or its length. An API server that attaches later finds the stop string in the replay.
-The results die with the engine, and the next engine says so (retained_log.py).
+
+The results die with the engine. A file names their requests for the next engine of this server, which knows then for
+which requests a client may still come back. Such a client is told that the result is lost, and gets no other answer
+under the same id. The file is a log of records of fixed size, and is written anew when it has grown.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import heapq
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull
+from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull, ResultLost
 from fastdeploy.core.outputs import Logprob, Span, merge_spans
 from fastdeploy.core.request import Group, RequestTable
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.engine.requests.retained_log import RetainedLog
 from fastdeploy.inter_communicator.messages import Output
+
+log = logging.getLogger("fastdeploy.engine")
 
 DETACHED = ""  # the client of a detached request
 RETRY_AFTER_S = 1
@@ -28,6 +39,8 @@ MIN_PRUNE = 256
 # Bytes that CPython allocates (tracemalloc, Python 3.11): for a token id and its list slot, for a Logprob and its list
 # slot, for each of its ``top`` entries, and for a choice without any token.
 TOKEN_BYTES, LOGPROB_BYTES, TOP_BYTES, CHOICE_BYTES = 40, 80, 128, 1024
+RECORD = struct.Struct("<16sdd")  # key, retain_s, until
+MIN_RECORDS = 4096  # in a file that is written anew
 
 
 @dataclass
@@ -99,17 +112,112 @@ class Record:
         return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 
 
+class Entry(NamedTuple):
+    """retain_s: of the request; 0 = its result was dropped. until: time.time() up to which its result is kept; 0 = the
+    request runs."""
+
+    retain_s: float
+    until: float
+
+
+class RetainedLog:
+    """The retained requests of this engine, and those of dead engines whose results are lost. A result is lost for as
+    long as it would have been kept. A request that ran counts as if it had ended when this engine started.
+
+    path: of the file; "" = none, for an engine that has no successor. clock: time.time, or that of a test.
+    """
+
+    def __init__(self, path: str = "", clock: Callable[[], float] = time.time):
+        self._path, self._clock = path, clock
+        self._entries: dict[bytes, Entry] = {}
+        self._lost: dict[bytes, Entry] = {}
+        self._file: BinaryIO | None = None
+        self._num_records = 0
+        if path:
+            now = clock()
+            found = {key: Entry(e.retain_s, e.until or now + e.retain_s) for key, e in _read(path).items()}
+            self._lost = {key: entry for key, entry in found.items() if entry.until > now}
+            self._write_anew()
+
+    def check(self, add: AddRequest) -> None:
+        """Raise ResultLost if ``add`` asks for the result of an engine that has died."""
+        entry = self._lost.get(_key(add)) if add.retain_s > 0 and self._lost else None
+        if entry is not None and entry.until > self._clock():
+            why = "the engine that had this result has died; send the request with another request_id"
+            raise ResultLost(f"request_id {(add.group or add.request_id)!r}: {why}", param="request_id")
+
+    def began(self, add: AddRequest) -> None:
+        """Note a request that this engine has accepted."""
+        self._note(add, Entry(add.retain_s, 0.0))
+
+    def ended(self, add: AddRequest) -> None:
+        """Note that the result is complete."""
+        self._note(add, Entry(add.retain_s, self._clock() + add.retain_s))
+
+    def dropped(self, add: AddRequest) -> None:
+        """Note that the result is not kept any more."""
+        self._note(add, Entry(0.0, 0.0))
+
+    def forget_lost(self) -> None:
+        """Forget the lost results: their ids may be used again."""
+        self._lost.clear()
+        self._write_anew()
+
+    def _note(self, add: AddRequest, entry: Entry) -> None:
+        if not self._path:
+            return
+        key = _key(add)
+        if entry.retain_s:
+            self._entries[key] = entry
+        else:
+            self._entries.pop(key, None)
+        if self._num_records > 4 * max(len(self._entries), MIN_RECORDS):
+            self._write_anew()
+            return
+        try:
+            self._append([(key, entry)])
+        except OSError as error:
+            self._give_up(error)
+
+    def _write_anew(self) -> None:
+        """Replace the file by one with the entries of now."""
+        if not self._path:
+            return
+        now = self._clock()
+        self._lost = {key: entry for key, entry in self._lost.items() if entry.until > now}
+        try:
+            if self._file is not None:
+                self._file.close()
+            self._file = open(self._path + ".new", "wb", buffering=0)  # noqa: SIM115  stays open
+            self._num_records = 0
+            self._append([*self._lost.items(), *self._entries.items()])
+            os.replace(self._path + ".new", self._path)
+        except OSError as error:
+            self._give_up(error)
+
+    def _append(self, entries: list[tuple[bytes, Entry]]) -> None:
+        assert self._file is not None
+        self._file.write(b"".join(RECORD.pack(key, *entry) for key, entry in entries))
+        self._num_records += len(entries)
+
+    def _give_up(self, error: OSError) -> None:
+        log.error("retained requests cannot be noted, so a restarted engine will not know them: %s", error)
+        self._path = ""
+        if self._file is not None:
+            self._file.close()
+
+
 class Retention:
     """All retained results. max_ended: limit of the number of results of ended requests. max_bytes: limit of the memory
     of all results, also of live requests. Beyond a limit, the results of requests that ended first are dropped. Results
     of live requests are never dropped: ``check_room`` refuses further requests instead.
 
-    log: names the results for the next engine. nbytes: memory, about. num_dropped: results that were dropped before
-    their retain_s was over.
+    retained_log: names the results for the next engine. nbytes: memory, about. num_dropped: results that were dropped
+    before their retain_s was over.
     """
 
-    def __init__(self, max_ended: int, max_bytes: int, log: RetainedLog):
-        self._log = log
+    def __init__(self, max_ended: int, max_bytes: int, retained_log: RetainedLog):
+        self._log = retained_log
         self._max_ended = max_ended
         self._max_bytes = max_bytes
         self.nbytes = 0
@@ -230,3 +338,16 @@ def check_retainable(add: AddRequest) -> None:
     """Raise InvalidField for a request with retain_s that has no fingerprint."""
     if add.retain_s > 0 and not add.fingerprint:
         raise InvalidField("fingerprint", "expected one with retain_s, so that no other body attaches to the result")
+
+
+def _key(add: AddRequest) -> bytes:
+    return hashlib.sha256(f"{add.request_id}\0{add.fingerprint}".encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def _read(path: str) -> dict[bytes, Entry]:
+    """Return the last entry of each request in the file. A record that was cut off by the engine's death is ignored."""
+    raw = b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        raw = file.read()
+    entries = {key: Entry(*rest) for key, *rest in RECORD.iter_unpack(raw[: len(raw) // RECORD.size * RECORD.size])}
+    return {key: entry for key, entry in entries.items() if entry.retain_s}

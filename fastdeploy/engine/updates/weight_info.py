@@ -12,8 +12,8 @@ from typing import Any
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, UpdateInProgress, WrongOrder
+from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.scope import Scope
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread

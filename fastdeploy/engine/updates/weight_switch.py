@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.core.events import EventKind, EventLog
+from fastdeploy.core.request import RequestTable
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.field_checks import check_epoch, check_label
 from fastdeploy.engine.handlers import handles
-from fastdeploy.engine.pauses.scopes import Scopes
-from fastdeploy.engine.requests.lifecycle import RequestLifecycle
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
 from fastdeploy.inter_communicator.messages import SetVersionArgs
+from fastdeploy.metrics.metrics import EngineMetrics
+from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class WeightSwitch:
@@ -22,21 +24,25 @@ class WeightSwitch:
     def __init__(
         self,
         runner: Runner,
-        scopes: Scopes,
-        lifecycle: RequestLifecycle,
+        scopes: ScopeRegistry,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        metrics: EngineMetrics,
         on_commit: Callable[[int], None] | None,
         events: EventLog,
     ):
         self._runner = runner
         self._scopes = scopes
-        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._requests = requests
+        self._metrics = metrics
         self._on_commit = on_commit
         self._events = events
 
     def committed(self) -> CommittedState:
         """Return all that the last commit has set, with the label of a later :meth:`relabel`."""
         served = self._scopes.base.served
-        eos_token_ids = self._lifecycle.scheduler.eos_token_ids
+        eos_token_ids = self._scheduler.eos_token_ids
         return CommittedState(served.version, served.weight_epoch, self._runner.fingerprint, eos_token_ids)
 
     def commit(self, staged: Staged, version: str | None, kv: str, weight_epoch: int | None = None) -> dict[str, Any]:
@@ -47,19 +53,19 @@ class WeightSwitch:
         if weight_epoch is None:
             weight_epoch = before.weight_epoch + 1
         assert weight_epoch > before.weight_epoch
-        in_flight = [r for r in self._lifecycle.requests if r.num_computed]
+        in_flight = [r for r in self._requests if r.num_computed]
         recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
         self._runner.commit(staged.weights)
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
-        self._lifecycle.metrics.commits.labels("engine", kv).inc()
+        self._metrics.commits.labels("engine", kv).inc()
         if self._events.watched:
             served = whole.model.served
             fields = {"version": served.version, "weight_epoch": weight_epoch, "adapter_epoch": 0, "kv": kv}
             self._events.add(EventKind.COMMITTED, whole.id, **fields)
-        self._lifecycle.scheduler.weights_changed(whole.model, before, recompute)
+        self._scheduler.weights_changed(whole.model, before, recompute)
         if staged.eos_token_ids is not None:
-            self._lifecycle.scheduler.set_eos(staged.eos_token_ids)
+            self._scheduler.set_eos(staged.eos_token_ids)
         if self._on_commit is not None:
             self._on_commit(weight_epoch)
         return {
@@ -91,5 +97,5 @@ class WeightSwitch:
         if version is not None:
             self._scopes.serve(version, serves if weight_epoch is None else weight_epoch)
         if eos_token_ids is not None:
-            self._lifecycle.scheduler.set_eos(eos_token_ids)
+            self._scheduler.set_eos(eos_token_ids)
         return self._scopes.whole.weights_label()

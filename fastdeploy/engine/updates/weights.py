@@ -23,8 +23,8 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.events import EventLog
+from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import ChunkReceipt, Runner
-from fastdeploy.core.scope import Scope
 from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import StreamSource, may_hang
 from fastdeploy.engine.field_checks import check_fingerprint, check_form, check_kv, check_label, check_result_is_named

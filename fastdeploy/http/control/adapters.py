@@ -1,5 +1,5 @@
-"""Native adapter routes: /v1/adapters, /v1/adapters/load and /v1/adapters/unload, and the calls that the routes of all
-dialects share.
+"""Native adapter routes: /v1/adapters, /v1/adapters/{load,unload,export}, and the calls that the routes of all dialects
+share.
 
 An adapter comes from a PEFT folder (lora_path). Or its tensors come from shared memory or as the body of the call, and
 ``config`` is the content of its adapter_config.json. Such a body is one safetensors file, its type is
@@ -9,21 +9,26 @@ application/octet-stream, and all other fields are in the query.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, UpdateInProgress
+from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.body import Body, parse_json
+from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.pause import envelope, read
 from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
-from fastdeploy.http.openapi import takes
+from fastdeploy.http.control.weights import in_header, passed_on, pieces
+from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
@@ -63,10 +68,18 @@ class UnloadBody(Body):
     lora_name: LoraName
 
 
+class ExportBody(Body):
+    """file: of the PEFT folder."""
+
+    lora_name: LoraName
+    file: Literal["adapter_config.json", "adapter_model.safetensors"] = "adapter_model.safetensors"
+
+
 def adapters_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/adapters")
+    @Access.DATA
     async def adapters() -> Response:
         return envelope({"adapters": await known_adapters(context)})
 
@@ -74,16 +87,39 @@ def adapters_router(context: ServingContext) -> APIRouter:
     async def load(request: Request) -> Response:
         """Load an adapter, or replace the adapter of this name between two steps. A refused adapter changes nothing."""
         body = await read(request, LoadBody)
-        check_name(context, body.lora_name)
+        check_name(context, body.lora_name)  # before an upload
         async with _source(request, context, body) as source:
             args = m.LoadAdapterArgs(source=source, path=body.lora_path or "", **body.options())
             return envelope(await context.client.call(args))
 
-    @router.post("/v1/adapters/unload", openapi_extra=takes(UnloadBody, query=True))
-    async def unload(request: Request) -> Response:
+    @Routes(router, read, envelope).post("/v1/adapters/unload", UnloadBody)
+    async def unload(body: UnloadBody) -> dict[str, Any]:
         """Remove the name at once. Running requests of the adapter finish on the weights that they have."""
-        body = await read(request, UnloadBody)
-        return envelope(await context.client.call(m.UnloadAdapterArgs(body.lora_name)))
+        return await context.client.call(m.UnloadAdapterArgs(body.lora_name))
+
+    @router.get("/v1/adapters/export", openapi_extra=asks(ExportBody))
+    async def export_adapter(request: Request) -> Response:
+        """Answer a file of the adapter, byte for byte as it was loaded. Headers: X-Adapter-Epoch, X-Adapter-Version
+        (percent-encoded) and X-Adapter-Fingerprint, which tell whether two files are of one adapter. The gateway of a
+        fleet answers the copy of one replica."""
+        body = await read(request, ExportBody)
+        client = context.client
+        answer = client.remote_adapter_export(body.lora_name, body.file) if isinstance(client, FleetClient) else None
+        if answer is not None:
+            return await passed_on(answer)
+        copy = await client.call(m.ExportAdapterArgs(body.lora_name))
+        try:
+            fd = open_regular(os.path.join(copy["path"], body.file))
+        except FileNotFoundError as error:
+            raise UpdateInProgress("the adapter was replaced or unloaded meanwhile: ask again") from error
+        headers = {
+            "Content-Length": str(os.fstat(fd).st_size),
+            "X-Adapter-Epoch": str(copy["adapter_epoch"]),
+            "X-Adapter-Version": in_header(copy["version"]),
+            "X-Adapter-Fingerprint": copy["fingerprint"],
+        }
+        file = os.fdopen(fd, "rb", buffering=0)
+        return StreamingResponse(pieces(file), headers=headers, media_type="application/octet-stream")
 
     return router
 
@@ -99,6 +135,11 @@ async def load_adapter(context: ServingContext, args: m.LoadAdapterArgs) -> dict
     """Load an adapter, and return the engine's report. Raises InvalidField for a name that requests cannot use."""
     check_name(context, args.lora_name)
     return await context.client.call(args)
+
+
+async def load_folder(context: ServingContext, lora_name: str, path: str, **options: Any) -> dict[str, Any]:
+    """Load a PEFT folder, as :func:`load_adapter`. options: fields of LoadAdapterArgs."""
+    return await load_adapter(context, m.LoadAdapterArgs(lora_name, FolderSource(path), path=path, **options))
 
 
 async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.served_weights import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import (
     MAX_VERSION_CHARS,
     DeltaBase,
@@ -20,8 +20,6 @@ from fastdeploy.core.weight_source import (
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
-# Refused by calls that have no such field: they would act on the whole engine, and not on the adapter.
-CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 PauseMode = Literal["abort", "wait", "keep"]
 LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]

@@ -1,84 +1,26 @@
-"""Code that several dialects share: routes, pauses, SGLang's form of errors, and the description of this server."""
+"""Code that several dialects share: pauses, memory, weight sessions, SGLang's form of errors, and the description of
+this server."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
-from fastdeploy import __version__
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import STATUS, AdapterFolderNotFound, FastDeployError, InvalidField
-from fastdeploy.http.body import parse_body, parse_json
+from fastdeploy.core.process import VERSION
+from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.http.calls import ErrorAnswer, catching
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
-from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
-# A call that names an adapter is refused: without the name it would act on the whole engine.
-CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
-# Query parameters that may be repeated, or hold a list separated by commas.
-LISTS = frozenset({"tags", "request_ids"})
-
-Route = Callable[[Request], Awaitable[Response]]
-Kind = TypeVar("Kind", bound=BaseModel)
-Handler = Callable[[Kind], Awaitable[dict[str, Any]]]
-
-
-async def read_fields(request: Request) -> dict[str, Any]:
-    """Return the query parameters, with the fields of the JSON body over them. The body may be absent."""
-    query: dict[str, Any] = dict(request.query_params)
-    for name in LISTS & query.keys():
-        values = request.query_params.getlist(name)
-        query[name] = [part for value in values for part in value.split(",") if part]
-    return {**query, **parse_json(await request.body())}
-
-
-async def read_control(request: Request, kind: type[Kind]) -> Kind:
-    """Read the fields of :func:`read_fields` as ``kind``. Null means absent. Raises InvalidField for the first wrong
-    field, and for an adapter's name."""
-    return parse_body(await read_fields(request), kind, CONTROL_UNSUPPORTED)
-
-
-async def read_lax(request: Request, kind: type[Kind]) -> Kind:
-    """Read the JSON body alone as ``kind``. Null means absent. Raises InvalidField for the first wrong field."""
-    return parse_body(parse_json(await request.body()), kind, {})
-
-
-class Routes:
-    """Adds POST routes to ``router``. A handler takes the body, already checked, and returns the content of the reply.
-
-    query: a field may also be in the query, and the body wins. Otherwise only the body is read, as in SGLang.
-    sglang_errors: see :func:`sglang_errors`."""
-
-    def __init__(self, router: APIRouter, *, query: bool = True, sglang_errors: bool = False):
-        self._router, self._query, self._sglang_errors = router, query, sglang_errors
-
-    def post(self, path: str, kind: type[Kind], **error_fields: Any) -> Callable[[Handler[Kind]], Handler[Kind]]:
-        """Add the decorated handler of bodies of ``kind``. error_fields: see :func:`sglang_errors`."""
-
-        def add(handler: Handler[Kind]) -> Handler[Kind]:
-            async def run(request: Request) -> Response:
-                read = read_control if self._query else read_lax
-                return json_response(await handler(await read(request, kind)))
-
-            self._router.post(
-                path,
-                name=handler.__name__,
-                description=inspect.cleandoc(handler.__doc__ or ""),
-                openapi_extra=takes(kind, query=self._query) if kind.model_fields else None,
-            )(sglang_errors(**error_fields)(run) if self._sglang_errors else run)
-            return handler
-
-        return add
 
 
 async def place_pause(
@@ -99,27 +41,49 @@ async def resume(client: ServingClient) -> dict[str, Any]:
     return await client.call(m.ResumeArgs())
 
 
-def sglang_errors(message_field: str = "message", **extra: Any) -> Callable[[Route], Route]:
-    """Answer a FastDeployError in the shape that SGLang's clients read: success false, the message in
+def memory_tags(tags: Iterable[str], names: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return our names of kinds of memory. names: by the names of the dialect; None = memory that this server does not
+    have. Raises InvalidField."""
+    for tag in tags:
+        if tag not in names:
+            raise InvalidField("tags", f"expected some of {', '.join(names)}, got {tag!r}")
+    return tuple(dict.fromkeys(name for tag in tags if (name := names[tag]) is not None))
+
+
+class OpenSession:
+    """The weight session of a dialect whose calls name no session, and may reach any API server: the engine knows which
+    one is open. placed_by: the name of the dialect."""
+
+    def __init__(self, client: ServingClient, placed_by: str):
+        self._client, self._placed_by = client, placed_by
+
+    async def begin(self, **fields: Any) -> dict[str, Any]:
+        return await self._client.call(m.BeginUpdateArgs(**fields, placed_by=self._placed_by))
+
+    async def add(self, source: WholeSource, **fields: Any) -> dict[str, Any] | None:
+        """Add tensors, and return the receipt. None: no session is open, and nothing was added."""
+        receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=self._placed_by))
+        return None if receipt["session_id"] is None else receipt
+
+    async def commit(self, version: str | None) -> dict[str, Any]:
+        """Commit the session. Raises WrongOrder if none is open."""
+        return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=self._placed_by))
+
+
+def sglang_error(message_field: str = "message", **extra: Any) -> ErrorAnswer:
+    """Return what answers an error in the shape that SGLang's clients read: success false, the message in
     ``message_field``, and ``extra`` beside them.
 
     The status is 400. It is the error's own status where the server is at fault (500 and above), and 404 for a folder
     without an adapter, as on all routes."""
 
-    def decorate(route: Route) -> Route:
-        @functools.wraps(route)
-        async def run(request: Request) -> Response:
-            try:
-                return await route(request)
-            except FastDeployError as error:
-                status = STATUS.get(error.code, 500)
-                told = status >= 500 or isinstance(error, AdapterFolderNotFound)
-                body = {"success": False, message_field: error.message, **extra, **error_body(error)}
-                return json_response(body, status if told else 400)
+    def answer(error: FastDeployError) -> Response:
+        status = STATUS.get(error.code, 500)
+        is_shown = status >= 500 or isinstance(error, AdapterFolderNotFound)
+        body = {"success": False, message_field: error.message, **extra, **error_body(error)}
+        return json_response(body, status if is_shown else 400)
 
-        return run
-
-    return decorate
+    return answer
 
 
 def success(message: str, **fields: Any) -> dict[str, Any]:
@@ -132,7 +96,7 @@ def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_fiel
 
     def add(path: str, why: str) -> None:
         @router.post(path)
-        @sglang_errors(**({reason_field: why} if reason_field else {}))
+        @catching(sglang_error(**({reason_field: why} if reason_field else {})))
         async def refuse(request: Request) -> Response:
             raise InvalidField(path.removeprefix("/"), why)
 
@@ -176,6 +140,6 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,
         "weight_version": info["version"],
-        "version": __version__,
+        "version": VERSION,
         "time": time.time(),
     }

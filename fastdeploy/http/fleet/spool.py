@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.guards.client_left import client_left
+from fastdeploy.http.guards.connection_limits import client_left
 from fastdeploy.http.openapi import BYTES, JSON
 from fastdeploy.http.upload import admitted_upload, spooled_upload
 

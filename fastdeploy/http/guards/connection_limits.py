@@ -15,16 +15,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidField, RequestTimeout, ServerBusy
 from fastdeploy.http.errors import error_response
-from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver
-from fastdeploy.http.guards.client_left import WATCHED
+from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver, LingeringTransport
 
+WATCHED = "fastdeploy.client_left"  # an ASGI extension, set by a route that wants to know of a half-closed connection
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
 MIN_PROGRESS = 1 << 20  # bytes that must arrive of an incomplete body in each body_idle_s
-# After an early answer, the connection is read for this time and this many bytes before it is closed: more than the
-# kernels and the client have between them when the client notices the answer.
-LINGER_S = 2.0
-LINGER_BYTES = 16 << 20
 
 
 class ReadPhase(Enum):
@@ -156,7 +152,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             if not self.pipeline and (nbytes := _declared_length(self.headers)):
                 linger_s = self._settings.body_idle_s
-                self._receiver = BodyReceiver(self, nbytes, self._progressed, self._body_complete, linger_s)
+                self._receiver = BodyReceiver(
+                    self, self.transport, nbytes, self._progressed, self._body_complete, linger_s
+                )
                 self.scope["extensions"] = {EXTENSION: self._receiver}  # type: ignore[dict-item]
 
     def _progressed(self, nbytes: int) -> None:
@@ -225,69 +223,6 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class LingeringTransport(asyncio.Transport):
-    """``transport`` with another :meth:`close`. While the client still sends (``unread``), a closed connection stays
-    open for LINGER_S seconds or LINGER_BYTES bytes, or as :meth:`linger_for` says, and these bytes are dropped. Without
-    that, the kernel would answer the bytes with a reset, and the client might lose our answer."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
-        super().__init__()
-        self._transport = transport
-        self._loop = loop
-        self.unread = False
-        self._closing = False
-        self._left, self._linger_s = LINGER_BYTES, LINGER_S
-
-    def linger_for(self, nbytes: int, seconds: float) -> None:
-        """Let :meth:`close` wait longer, if ``nbytes`` bytes are more. For an upload that was admitted: many clients
-        look for no answer before they have sent the rest of it."""
-        self._left, self._linger_s = max(LINGER_BYTES, nbytes), max(LINGER_S, seconds)
-
-    def close(self) -> None:
-        if self.is_closing():
-            return
-        self._closing = True
-        if self.unread:
-            self._transport.write_eof()
-            self._transport.resume_reading()
-            self._loop.call_later(self._linger_s, self._transport.close)
-        else:
-            self._transport.close()
-
-    def discard(self, nbytes: int) -> None:
-        """Count bytes that arrived after :meth:`close`."""
-        self._left -= nbytes
-        if self._left < 0:
-            self._transport.close()
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Exchange the protocol. Nothing is read meanwhile, since the two may read in different ways."""
-        if self._transport.is_closing():
-            return
-        self._transport.pause_reading()
-        self._transport.set_protocol(protocol)
-        if self._closing:
-            self._transport.resume_reading()
-
-    def is_closing(self) -> bool:
-        return self._closing or self._transport.is_closing()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self.is_closing():
-            self._transport.write(data)
-
-    def pause_reading(self) -> None:
-        if not self.is_closing():
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if not self.is_closing():
-            self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-
 def _declared_length(headers: list[tuple[bytes, bytes]]) -> int:
     """Return the length of the body; 0 = unknown."""
     given = dict(headers)
@@ -298,3 +233,11 @@ def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:
     """Return whether the body is longer than uvicorn's read-ahead, or of unknown length."""
     given = dict(headers)
     return b"transfer-encoding" in given or int(given.get(b"content-length", b"0")) > HIGH_WATER_LIMIT
+
+
+async def client_left(scope: Scope, receive: Receive) -> None:
+    """Return when the client has gone. The body must have been read. A client that closes only its sending side looks
+    like one that has gone, and counts as gone here."""
+    scope.setdefault("extensions", {})[WATCHED] = {}
+    while (await receive())["type"] != "http.disconnect":
+        pass

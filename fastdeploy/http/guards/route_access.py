@@ -1,6 +1,7 @@
 """Access to routes: which key opens which route, and on which port.
 
-Every route has a class in ROUTES. Any other path counts as CONTROL. The rules, in this order:
+A route declares its class where it is added: ``@Access.DATA`` above its function. A route without a class is CONTROL,
+and so is any path without a route. The rules, in this order:
 
 1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
@@ -16,14 +17,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hmac
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, RouteNotFound
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class Access(enum.Enum):
@@ -35,49 +41,27 @@ class Access(enum.Enum):
     WATCH = enum.auto()
     CONTROL = enum.auto()
 
+    def __call__(self, endpoint: Endpoint) -> Endpoint:
+        """Declare this class for the route of ``endpoint``, as a decorator."""
+        endpoint.__dict__["access"] = self
+        return endpoint
 
-_OPEN = (
-    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css",
-    "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
-)  # fmt: skip
-_WATCH = ("/ui/events",)
-_DATA = (
-    "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
-    "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
-    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
-    "/v1/chat/completions/render", "/v1/chat/completions/tokens", "/v1/completions", "/v1/is_paused", "/v1/loads",
-    "/v1/models", "/v1/models/{model_id:text}", "/v1/replicas", "/v1/replicas/targets", "/weight_info",
-)  # fmt: skip
-_CONTROL = (
-    "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
-    "/areal_pause_generation", "/areal_set_update_weight_meta", "/areal_set_update_weight_meta_lora",
-    "/areal_update_weights", "/areal_update_weights_lora", "/areal_update_weights_lora_xccl",
-    "/areal_update_weights_xccl", "/begin_weight_update", "/collective_rpc", "/continue_generation",
-    "/destroy_weights_update_group", "/end_weight_update", "/fetch_weights", "/finish_weight_update",
-    "/flush_cache", "/inference/v1/abort_requests", "/init_weight_transfer_engine",
-    "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/pause",
-    "/pause_generation", "/post_process_weights", "/pull_weights", "/release_memory_occupation",
-    "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/skyrl/v1/abort_lora_requests",
-    "/skyrl/v1/load_lora_adapter", "/sleep", "/start_profile", "/start_weight_update", "/stop_profile",
-    "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
-    "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
-    "/v1/abort_requests", "/v1/adapters/export", "/v1/adapters/load", "/v1/adapters/unload",
-    "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/replicas/add", "/v1/replicas/drain",
-    "/v1/replicas/remove", "/v1/replicas/spool", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
-    "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
-    "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/v1/weights/export",
-    "/wake_up",
-    "/weight_checker", "/weights_checker",
-)  # fmt: skip
-ROUTES: dict[str, Access] = (
-    dict.fromkeys(_OPEN, Access.OPEN)
-    | dict.fromkeys(_DATA, Access.DATA)
-    | dict.fromkeys(_WATCH, Access.WATCH)
-    | dict.fromkeys(_CONTROL, Access.CONTROL)
-)
 
-# Routes with a parameter: the part of the path before it, and the class.
-BELOW = [(path.partition("{")[0], access) for path, access in ROUTES.items() if "{" in path]
+class RouteTable:
+    """The class of each path. Built once, when all routes are known."""
+
+    def __init__(self, routes: Iterable[BaseRoute]):
+        self.classes: dict[str, Access] = {}
+        for route in routes:
+            assert isinstance(route, APIRoute)
+            access = getattr(route.endpoint, "access", Access.CONTROL)
+            assert self.classes.setdefault(route.path, access) is access, f"{route.path} has two classes"
+        # Routes with a parameter: the part of the path before it, and the class.
+        self._below = [(path.partition("{")[0], access) for path, access in self.classes.items() if "{" in path]
+
+    def access_of(self, path: str) -> Access | None:
+        """Return the class of the route that answers ``path``, or None if there is no such route."""
+        return self.classes.get(path) or next((a for start, a in self._below if path.startswith(start)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +79,16 @@ class Attempt:
 class AccessPolicy:
     """The settings that decide about access. exposed: see keys.is_exposed."""
 
+    routes: RouteTable
     keys: Keys
     exposed: bool
     insecure_control: bool
     control_port: int | None
 
     @classmethod
-    def of(cls, config: ServeConfig, keys: Keys) -> AccessPolicy:
+    def of(cls, config: ServeConfig, keys: Keys, routes: RouteTable) -> AccessPolicy:
         """Return the policy of a server with these settings. config.control_port must be the real port, not 0."""
-        return cls(keys, is_exposed(config, keys), config.insecure_control, config.control_port)
+        return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
     def check(self, scope: Scope) -> FastDeployError | None:
         """Return the :func:`refusal` of the request of ``scope``."""
@@ -114,7 +99,7 @@ class AccessPolicy:
 
 def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
     """Return the error for a request that breaks a rule of this module, or None."""
-    known = access_of(attempt.path)
+    known = policy.routes.access_of(attempt.path)
     access = known or Access.CONTROL
     if access is Access.OPEN:
         return None
@@ -123,11 +108,6 @@ def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
     if isinstance(error, Forbidden) and known is None:
         return RouteNotFound("there is no such route")
     return error
-
-
-def access_of(path: str) -> Access | None:
-    """Return the class of the route that answers ``path``, or None if there is no such route."""
-    return ROUTES.get(path) or next((access for start, access in BELOW if path.startswith(start)), None)
 
 
 def _control_refusal(attempt: Attempt, policy: AccessPolicy) -> Forbidden | None:

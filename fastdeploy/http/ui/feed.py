@@ -23,7 +23,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError, ServerBusy
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.errors import error_response
-from fastdeploy.http.guards.client_left import client_left
+from fastdeploy.http.guards.connection_limits import client_left
 from fastdeploy.http.ui.sources import EngineSource, FleetSource, Source
 
 PERIOD_S = 0.25

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.fleet.client import FleetClient
+from fastdeploy.http.guards.route_access import Access
 from fastdeploy.http.ui.feed import Feed, FeedResponse
 
 FOLDER = Path(__file__).parent
@@ -30,6 +31,7 @@ def ui_router(client: ServingClient) -> APIRouter:
     page = (FOLDER / "index.html").read_bytes()
 
     @router.get("/ui")
+    @Access.OPEN
     async def ui(request: Request) -> Response:
         """Answer the page. server: the origin of another server that the page shows too; may be repeated."""
         servers = request.query_params.getlist("server")
@@ -39,6 +41,7 @@ def ui_router(client: ServingClient) -> APIRouter:
         return Response(page, headers=headers, media_type="text/html")
 
     @router.get("/ui/events")
+    @Access.WATCH
     async def events(request: Request) -> Response:
         """Stream what happens. replica: of a fleet, the one to show; without it all."""
         name = request.query_params.get("replica", "")
@@ -65,5 +68,6 @@ def _add_file(router: APIRouter, name: str, media_type: str) -> None:
     content = (FOLDER / name).read_bytes()
 
     @router.get(f"/ui/{name}")
+    @Access.OPEN
     async def file() -> Response:
         return Response(content, headers=HEADERS, media_type=media_type)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.model_executor.model_config import ModelConfig, eos_ids
 from fastdeploy.model_executor.models.interface import Architecture, Model
-from fastdeploy.model_executor.models.llama import LLAMA
-from fastdeploy.model_executor.models.qwen import QWEN
 from fastdeploy.model_executor.ops.interface import Ops
 
-ARCHITECTURES: dict[str, Architecture[Any]] = {
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": QWEN,
-    "Qwen3ForCausalLM": QWEN,
-}
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_DIGITS = 100  # of an integer
+
+
+def _find_architectures() -> dict[str, Architecture[Any]]:
+    """Return the architectures of all modules of this package that have ``ARCHITECTURES``, by name."""
+    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    return {name: one for module in modules for name, one in getattr(module, "ARCHITECTURES", {}).items()}
+
+
+ARCHITECTURES = _find_architectures()
 
 
 def load_config(path: str | Path) -> ModelConfig:

@@ -56,13 +56,10 @@ class BlockBuilder(Protocol):
     """Builds one block of every layer."""
 
     def parameters(self, layer: int) -> list[Parameter]:
-        """Return the parameters of the block in this layer."""
+        """Return the parameters of the block in this layer, its linears in the order of ``linears`` of the block."""
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """Make the block of this layer. values: the packed value of each parameter, by key."""
-
-    def linears(self, layer: int) -> tuple[str, str]:
-        """Return the keys of the two linears of the block, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,6 @@ class Attention:
         norm, qkv, o = as_vector(values[key + "input_norm"]), as_linear(values[key + "qkv"]), values[key + "o"]
         return AttentionBlock(norm, c.rms_norm_eps, qkv, spec, as_linear(o))
 
-    def linears(self, layer: int) -> tuple[str, str]:
-        """See ``BlockBuilder.linears``."""
-        return f"layers.{layer}.qkv", f"layers.{layer}.o"
-
 
 @dataclass(frozen=True)
 class Mlp:
@@ -134,10 +127,6 @@ class Mlp:
         key = f"layers.{layer}."
         norm, gate_up, down = values[key + "post_norm"], values[key + "gate_up"], values[key + "down"]
         return MlpBlock(as_vector(norm), self.config.rms_norm_eps, as_linear(gate_up), as_linear(down))
-
-    def linears(self, layer: int) -> tuple[str, str]:
-        """See ``BlockBuilder.linears``."""
-        return f"layers.{layer}.gate_up", f"layers.{layer}.down"
 
 
 class Decoder:
@@ -170,7 +159,10 @@ class Decoder:
     def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
         """See ``Model.assemble_adapter``."""
         layers = tuple(
-            tuple((loras.get(first), loras.get(second)) for first, second in (b.linears(layer) for b in self._builders))
+            tuple(
+                tuple(loras.get(one.key) for one in builder.parameters(layer) if not one.is_vector)
+                for builder in self._builders
+            )
             for layer in range(self.config.num_hidden_layers)
         )
         adapter = PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))

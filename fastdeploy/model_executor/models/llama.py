@@ -97,4 +97,4 @@ def build(config: LlamaConfig, ops: Ops, max_model_len: int) -> Model:
     return Decoder(config, ops, (attention, Mlp(config, config.mlp_bias)))
 
 
-LLAMA = Architecture(read_config, build)
+ARCHITECTURES = {"LlamaForCausalLM": Architecture(read_config, build)}

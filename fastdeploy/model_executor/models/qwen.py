@@ -60,4 +60,4 @@ def build(config: QwenConfig, ops: Ops, max_model_len: int) -> Model:
     return Decoder(config, ops, (attention, Mlp(config)))
 
 
-QWEN = Architecture(read_config, build)
+ARCHITECTURES = dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM"), Architecture(read_config, build))

@@ -6,30 +6,40 @@ import ctypes
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops import cpu_staging
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Limits,
     adapter_rows,
-    attention_args,
     batch_args,
     block_args,
     data,
+    delta_item,
     limits_of,
-    linears_of,
+    spec_args,
+    stage_item,
+    stage_result,
+    stop_flag,
 )
-from fastdeploy.model_executor.ops.cpu_library import ISA_NAMES, BetweenLayers, BlockArgs, StepArgs, load_library
-from fastdeploy.model_executor.ops.cpu_memory import (
+from fastdeploy.model_executor.ops.cpu_library import (
+    ISA_NAMES,
+    BetweenLayers,
+    BlockArgs,
     CpuKVCache,
     CpuLinear,
     CpuLora,
+    DeltaItemArgs,
+    StageItemArgs,
+    StageResultArgs,
+    StepArgs,
     address,
+    cache_handle,
     gather,
     handle_of,
+    load_library,
     lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
@@ -59,14 +69,15 @@ def _empty(shape: list[int]) -> paddle.Tensor:
 
 class _Prepared(NamedTuple):
     """Arguments of all blocks, reused in every step. References to layers and cache are weak, so that their owner can
-    free them. hidden: the width of the residual. adapters: the handles of the linears of those
-    adapters that were used with these layers and are still alive."""
+    free them. hidden: the width of the residual. fields: what ``blocks`` points to. adapters: handles of the linears
+    of those adapters that were used with these layers and are still alive."""
 
     layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
     limits: Limits
     hidden: int
     blocks: ctypes.Array[BlockArgs]
+    fields: Sequence[ctypes.Structure]
     adapters: weakref.WeakKeyDictionary[PackedAdapter, _Handles]
 
 
@@ -141,10 +152,15 @@ class CpuOps:
         self._lib.fd_set_bias(handle_of(weight), address(bias), first, len(bias))
 
     def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return cpu_staging.stage(self._lib, self._bf16, items, stop, self._check)
+        return self._stage(self._lib.fd_stage, StageItemArgs, [stage_item(item) for item in items], stop)
 
     def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return cpu_staging.apply_deltas(self._lib, self._bf16, items, stop, self._check)
+        return self._stage(self._lib.fd_apply_deltas, DeltaItemArgs, [delta_item(item) for item in items], stop)
+
+    def _stage(self, op: Any, kind: Any, items: list[Any], stop: np.ndarray) -> list[StageResult]:
+        results = (StageResultArgs * len(items))()
+        self._check(op(self._bf16, (kind * len(items))(*items), len(items), stop_flag(stop), results))
+        return [stage_result(result) for result in results]
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
         assert (target.out_features, target.in_features) == (source.out_features, source.in_features)
@@ -186,7 +202,7 @@ class CpuOps:
         prepared = self._prepare(layers, cache)
         tokens, hidden = residual.shape
         assert hidden == prepared.hidden
-        step = StepArgs(batch_args(batch, prepared.limits, tokens), self._bf16, data(residual))
+        step = StepArgs(batch_args(batch, prepared.limits, tokens), cache_handle(cache), data(residual))
         if rows is not None:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
@@ -284,12 +300,16 @@ class CpuOps:
             limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, AttentionBlock)}
             hidden = {block.norm.shape[0] for block, _ in blocks}
             assert len(limits) == len(hidden) == 1
-            args = (BlockArgs * len(blocks))(*(block_args(block, ends, cache) for block, ends in blocks))
-            known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-            found = _Prepared(
-                list(map(weakref.ref, layers)), weakref.ref(cache), limits.pop(), hidden.pop(), args, known
+            args, fields = zip(*(block_args(block, ends) for block, ends in blocks), strict=True)
+            found = self._prepared = _Prepared(
+                list(map(weakref.ref, layers)),
+                weakref.ref(cache),
+                limits.pop(),
+                hidden.pop(),
+                (BlockArgs * len(args))(*args),
+                fields,
+                weakref.WeakKeyDictionary(),
             )
-            self._prepared = found
         return found
 
     def attention(
@@ -298,18 +318,21 @@ class CpuOps:
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
-        args = attention_args(cache, spec, batch_args(batch, limits_of(cache, spec), tokens))
-        args.qkv, args.out = data(qkv), out.data_ptr()
-        self._check(self._lib.fd_attention(ctypes.addressof(args)))
+        args = self._attention_args(cache, batch, spec, tokens)
+        self._check(self._lib.fd_attention(*args, data(qkv), out.data_ptr()))
         return out
 
     def attention_tasks(self, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec) -> int:
         """Return the number of tasks that ``attention`` makes of this batch. With AMX, neighbouring sequences that
         decode behind the same blocks are one task, which reads these blocks once."""
-        args = attention_args(cache, spec, batch_args(batch, limits_of(cache, spec), len(batch.positions)))
         count = c_int64()
-        self._check(self._lib.fd_attention_tasks(ctypes.addressof(args), ctypes.addressof(count)))
+        args = self._attention_args(cache, batch, spec, len(batch.positions))
+        self._check(self._lib.fd_attention_tasks(*args, ctypes.byref(count)))
         return count.value
+
+    def _attention_args(self, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec, tokens: int) -> tuple:
+        args = batch_args(batch, limits_of(cache, spec), tokens), spec_args(spec)
+        return *map(ctypes.byref, args), cache_handle(cache)
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows, vocab = logits.shape
@@ -358,9 +381,9 @@ def _handles(
     found = known.get(adapter)
     if found is None:
         handles: list[int | None] = []
-        for layer, pairs in zip(layers, adapter.layers, strict=True):
-            for block, pair in zip(layer.blocks, pairs, strict=True):
-                handles += map(lora_handle, pair, linears_of(block))
+        for layer, of_blocks in zip(layers, adapter.layers, strict=True):
+            for block, adapted in zip(layer.blocks, of_blocks, strict=True):
+                handles += map(lora_handle, adapted, block.linears)
         found = known[adapter] = _pointers(handles)
     return found
 

@@ -1,26 +1,55 @@
-"""Arguments of the C++ ops as ctypes structures. Shapes are checked here: the kernels write to the addresses that
+"""Values of ``interface`` as arguments of the C++ ops. They are checked here: the kernels write to the addresses that
 follow from them, without checks of their own."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.cpu_library import AttentionArgs, AttentionBlockArgs, Batch, BlockArgs, MlpBlockArgs
-from fastdeploy.model_executor.ops.cpu_memory import CpuKVCache, address, handle_of
+from fastdeploy.core.fingerprint import ZERO, Fingerprint
+from fastdeploy.model_executor.ops.cpu_library import (
+    BLOCK_ARGS,
+    AttentionSpecArgs,
+    Batch,
+    BlockArgs,
+    CpuKVCache,
+    CpuLinear,
+    DeltaItemArgs,
+    RegionArgs,
+    StageItemArgs,
+    StageResultArgs,
+    address,
+)
 from fastdeploy.model_executor.ops.interface import (
+    BLOCKS,
     AdapterRows,
     AttentionBatch,
-    AttentionBlock,
     AttentionSpec,
     Block,
+    DeltaItem,
     KVCache,
-    PackedLinear,
+    Problem,
+    Region,
+    StageItem,
+    StageResult,
 )
 
 _FLOAT32 = (paddle.float32,)  # `x in` compares identity first; `==` between dtypes costs five times as much
+# The order of the enums of staging.h.
+PROBLEMS = (
+    None,
+    Problem.TOO_LARGE,
+    Problem.NOT_FINITE,
+    Problem.CUT_SHORT,
+    Problem.READ_ERROR,
+    Problem.MALFORMED,
+    Problem.STOPPED,
+)
+KINDS = ("F32", "BF16", "F16")
+ENCODINGS = ("dense", "overwrite", "xor")
 
 
 class Limits(NamedTuple):
@@ -37,50 +66,38 @@ def data(tensor: paddle.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def block_args(block: Block, ends_layer: bool, cache: KVCache) -> BlockArgs:
-    """Return the arguments of a block, without those of the batch."""
-    [hidden] = block.norm.shape
-    if isinstance(block, AttentionBlock):
-        spec = block.attention
-        heads = spec.num_heads * spec.head_dim
-        width = heads + 2 * spec.num_kv_heads * spec.head_dim
-        assert (block.qkv.in_features, block.qkv.out_features) == (hidden, width)
-        assert (block.o.in_features, block.o.out_features) == (heads, hidden)
-        args = AttentionBlockArgs(data(block.norm), handle_of(block.qkv), handle_of(block.o), block.norm_eps)
-        args.attention = attention_args(cache, spec, Batch())
-        return BlockArgs(BlockArgs.ATTENTION, ends_layer, attention=args)
-    assert block.gate_up.in_features == block.down.out_features == hidden
-    assert block.gate_up.out_features == 2 * block.down.in_features
-    mlp = MlpBlockArgs(data(block.norm), handle_of(block.gate_up), handle_of(block.down), block.norm_eps)
-    return BlockArgs(BlockArgs.MLP, ends_layer, mlp=mlp)
+def _field(value: Any) -> Any:
+    """Return a field of a class of ``interface`` as the field of its C structure."""
+    match value:
+        case CpuLinear():
+            return value.handle
+        case paddle.Tensor():
+            return data(value)
+        case np.ndarray():
+            return address(value)
+        case AttentionSpec():
+            return spec_args(value)
+    return value
 
 
-def linears_of(block: Block) -> tuple[PackedLinear, PackedLinear]:
-    """Return the linears of a block in the order in which they are computed."""
-    return (block.qkv, block.o) if isinstance(block, AttentionBlock) else (block.gate_up, block.down)
+def spec_args(spec: AttentionSpec) -> Any:
+    """Return the arguments of the attention of one layer."""
+    return AttentionSpecArgs(*map(_field, spec))
 
 
-def attention_args(cache: KVCache, spec: AttentionSpec, batch: Batch) -> AttentionArgs:
-    """Return the arguments of an attention, without qkv and out."""
+def block_args(block: Block, ends_layer: bool) -> tuple[BlockArgs, Any]:
+    """Return the arguments of a block, and what they refer to. ends_layer: it is the last block of its layer."""
+    fields = BLOCK_ARGS[type(block)](*map(_field, vars(block).values()))
+    kind = BLOCKS.index(type(block))
+    return BlockArgs(kind, len(block.linears), ends_layer, ctypes.addressof(fields)), fields
+
+
+def limits_of(cache: KVCache, spec: AttentionSpec) -> Limits:
+    """Return the limits of batches for an attention over this cache. Checks that the two belong together."""
     assert isinstance(cache, CpuKVCache)
     assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
     assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
     assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
-    return AttentionArgs(
-        *(getattr(batch, field[0]) for field in Batch._fields_),
-        cache=cache.handle,
-        layer=spec.layer,
-        heads=spec.num_heads,
-        scale=spec.scale,
-        rope_cos=data(spec.rope_cos),
-        rope_sin=data(spec.rope_sin),
-        q_norm=None if spec.q_norm is None else data(spec.q_norm),
-        k_norm=None if spec.k_norm is None else data(spec.k_norm),
-        eps=spec.norm_eps,
-    )
-
-
-def limits_of(cache: KVCache, spec: AttentionSpec) -> Limits:
     return Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
 
 
@@ -112,3 +129,51 @@ def adapter_rows(adapters: AdapterRows, tokens: int) -> int:
     assert rows.dtype == np.int32 and rows.flags.c_contiguous and rows.shape == (tokens,)
     assert tokens == 0 or (rows.min() >= -1 and rows.max() < len(adapters.adapters))
     return address(rows)
+
+
+def stage_item(item: StageItem) -> StageItemArgs:
+    """Return the arguments of one item of ``Ops.stage``."""
+    region, kind = _region(item.region), KINDS.index(item.dtype)
+    assert item.offset >= 0 and item.first >= 0
+    if item.memory is None:
+        return StageItemArgs(region, kind, item.offset, item.fd, None, 0, item.first)
+    _check_bytes(item.memory)
+    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size, item.first)
+
+
+def delta_item(item: DeltaItem) -> DeltaItemArgs:
+    """Return the arguments of one item of ``Ops.apply_deltas``."""
+    assert item.region.linear is not None or item.region.vector is not None
+    _check_bytes(item.payload)
+    encoding = ENCODINGS.index(item.encoding)
+    return DeltaItemArgs(_region(item.region), encoding, address(item.payload), item.payload.size)
+
+
+def _region(region: Region) -> Any:
+    linear, vector = region.linear, region.vector
+    assert region.rows >= 0 and region.columns >= 0 and (linear is None or vector is None)
+    if linear is not None:
+        assert region.columns == linear.in_features and isinstance(linear, CpuLinear)
+        assert 0 <= region.first_row <= region.first_row + region.rows <= linear.out_features
+    if vector is not None:
+        assert vector.dtype == np.float32 and vector.flags.c_contiguous and vector.flags.writeable
+        assert vector.size == region.rows * region.columns
+    return RegionArgs(*map(_field, region))
+
+
+def _check_bytes(array: np.ndarray) -> None:
+    assert array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous
+
+
+def stop_flag(stop: np.ndarray) -> int:
+    """Return the address of the flag that ends a staging."""
+    assert stop.dtype == np.int32 and stop.shape == (1,)
+    return address(stop)
+
+
+def stage_result(result: StageResultArgs) -> StageResult:
+    """Return the result of one item."""
+    problem = PROBLEMS[result.problem]
+    if problem is not None:
+        return StageResult(ZERO, problem, result.error)
+    return StageResult(Fingerprint(result.first, result.second))

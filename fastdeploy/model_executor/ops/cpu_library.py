@@ -1,4 +1,5 @@
-"""Declarations of the C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h, staging.h) for ctypes.
+"""The library of the C++ ops (custom_ops/cpu_ops) for ctypes: its functions (api.cc), its structures (kernels.h,
+staging.h), and the objects in its memory, which is freed together with them.
 
 Environment: FASTDEPLOY_CPU_THREADS is the number of threads (default: the cores that the process may use).
 FASTDEPLOY_CPU_ISA is the highest instruction set to use: avx2, avx512 or amx (default: the best of the machine).
@@ -8,21 +9,32 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
+from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.model_executor.ops.interface import (
+    BLOCKS,
+    AttentionSpec,
+    KVCache,
+    LoraPart,
+    PackedAdapter,
+    PackedLinear,
+    PackedLora,
+    Region,
+)
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "amx")
+MAX_HEAD_DIM = 512
 
 SIGNATURES = {
-    "fd_sizeof_attention_args": (c_int64, []),
-    "fd_sizeof_block": (c_int64, []),
-    "fd_sizeof_step_args": (c_int64, []),
-    "fd_sizeof_stage_item": (c_int64, []),
-    "fd_sizeof_delta_item": (c_int64, []),
-    "fd_sizeof_stage_result": (c_int64, []),
+    "fd_sizeof": (c_int64, [c_int64]),
     "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
@@ -52,8 +64,8 @@ SIGNATURES = {
     "fd_free_cache": (None, [c_void_p]),
     "fd_cache_bytes": (c_int64, [c_void_p]),
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
-    "fd_attention": (c_int, [c_void_p]),
-    "fd_attention_tasks": (c_int, [c_void_p, c_void_p]),
+    "fd_attention": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "fd_attention_tasks": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_sample": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_probe_read": (c_double, [c_void_p]),
@@ -61,6 +73,16 @@ SIGNATURES = {
     "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
     "fd_probe_silu": (None, [c_void_p, c_int64, c_void_p]),
 }
+
+
+_NUMBERS: dict[Any, Any] = {int: c_int64, float: c_float}
+
+
+def _struct_of(kind: type, **nested: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """Return the C structure with the fields of a class of ``interface``, in the same order: ``nested`` structures, and
+    else int64, float and pointers."""
+    fields = [(name, nested.get(name) or _NUMBERS.get(hint, c_void_p)) for name, hint in get_type_hints(kind).items()]
+    return type(f"{kind.__name__}Args", (ctypes.Structure,), {"_fields_": fields})
 
 
 def _integers(names: str) -> list[tuple[str, type[c_int64]]]:
@@ -71,41 +93,21 @@ def _pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
     return [(name, c_void_p) for name in names.split()]
 
 
+AttentionSpecArgs = _struct_of(AttentionSpec)
+RegionArgs = _struct_of(Region)
+BLOCK_ARGS = {kind: _struct_of(kind, attention=AttentionSpecArgs) for kind in BLOCKS}
+
+
+class BlockArgs(ctypes.Structure):
+    """Block of kernels.h. fields: the structure of the kind in BLOCK_ARGS."""
+
+    _fields_ = [*_integers("kind linears ends_layer"), ("fields", c_void_p)]
+
+
 class Batch(ctypes.Structure):
     """Batch of kernels.h."""
 
     _fields_ = [*_integers("tokens sequences table_width"), *_pointers("cu_tokens starts tables positions")]
-
-
-class AttentionArgs(Batch):
-    """AttentionArgs of kernels.h."""
-
-    _fields_ = [*_pointers("qkv out cache"), *_integers("layer heads"), ("scale", c_float)]
-    _fields_ += [*_pointers("rope_cos rope_sin q_norm k_norm"), ("eps", c_float)]
-
-
-class AttentionBlockArgs(ctypes.Structure):
-    """AttentionBlock of kernels.h."""
-
-    _fields_ = [*_pointers("norm qkv o"), ("norm_eps", c_float), ("attention", AttentionArgs)]
-
-
-class MlpBlockArgs(ctypes.Structure):
-    """MlpBlock of kernels.h."""
-
-    _fields_ = [*_pointers("norm gate_up down"), ("norm_eps", c_float)]
-
-
-class _AnyBlockArgs(ctypes.Union):
-    _fields_ = [("attention", AttentionBlockArgs), ("mlp", MlpBlockArgs)]
-
-
-class BlockArgs(ctypes.Structure):
-    """Block of kernels.h. The kind says which of the members counts."""
-
-    ATTENTION, MLP = range(2)
-    _anonymous_ = ("args",)
-    _fields_ = [("kind", c_int64), ("ends_layer", c_int64), ("args", _AnyBlockArgs)]
 
 
 BetweenLayers = ctypes.CFUNCTYPE(c_int)
@@ -114,15 +116,9 @@ BetweenLayers = ctypes.CFUNCTYPE(c_int)
 class StepArgs(ctypes.Structure):
     """StepArgs of kernels.h."""
 
-    _fields_ = [("batch", Batch), ("bf16", c_int64), *_pointers("residual rows"), ("num_rows", c_int64)]
+    _fields_ = [("batch", Batch), *_pointers("cache residual rows"), ("num_rows", c_int64)]
     _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows")]
     _fields_ += [("between_layers", BetweenLayers)]
-
-
-class RegionArgs(ctypes.Structure):
-    """Region of staging.h."""
-
-    _fields_ = [*_integers("rows columns"), ("linear", c_void_p), ("first_row", c_int64), ("vector", c_void_p)]
 
 
 class StageItemArgs(ctypes.Structure):
@@ -144,14 +140,12 @@ class StageResultArgs(ctypes.Structure):
     _fields_ = [("first", c_uint64), ("second", c_uint64), *_integers("problem error")]
 
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "fd_sizeof_attention_args": AttentionArgs,
-    "fd_sizeof_block": BlockArgs,
-    "fd_sizeof_step_args": StepArgs,
-    "fd_sizeof_stage_item": StageItemArgs,
-    "fd_sizeof_delta_item": DeltaItemArgs,
-    "fd_sizeof_stage_result": StageResultArgs,
-}
+# By their number for fd_sizeof.
+STRUCTS: dict[int, type[ctypes.Structure]] = dict(
+    enumerate(
+        (AttentionSpecArgs, BlockArgs, StepArgs, StageItemArgs, DeltaItemArgs, StageResultArgs, *BLOCK_ARGS.values())
+    )
+)
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
@@ -169,11 +163,121 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
         if function is None:
             raise OSError(f"{path.name} is of another version: it has no {name}")
         function.restype, function.argtypes = result, arguments
-    for name, struct in STRUCTS.items():
-        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
+    for number, struct in STRUCTS.items():
+        theirs, ours = library.fd_sizeof(number), ctypes.sizeof(struct)
         if theirs != ours:
             what = f"{struct.__name__} has {theirs} bytes there and {ours} here"
             raise OSError(f"{path.name} is of another version: {what}")
     if library.fd_isa() == 0:
         raise OSError(f"{path.name} needs a CPU with AVX2 and FMA")
     return library
+
+
+def address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def handle_of(weight: PackedLinear) -> int:
+    """Return the library's handle of a weight that these ops packed."""
+    assert isinstance(weight, CpuLinear)
+    return weight.handle
+
+
+class CpuLinear:
+    """A packed weight in the memory of the library. The memory is freed together with this object."""
+
+    handle: int
+
+    def __init__(self, library: ctypes.CDLL, bf16: bool, out_features: int, in_features: int, with_bias: bool):
+        self.handle = library.fd_new_weight(bf16, out_features, in_features, with_bias)
+        if not self.handle:
+            raise MemoryError(f"no memory for a packed weight of {out_features} x {in_features}")
+        self.out_features = out_features
+        self.in_features = in_features
+        self.with_bias = with_bias
+        self.nbytes = library.fd_weight_bytes(self.handle)
+        weakref.finalize(self, library.fd_free_weight, self.handle)
+
+
+class CpuKVCache:
+    """KV blocks of all layers in the memory of the library. The system provides each page on first use. The memory is
+    freed together with this object."""
+
+    handle: int
+
+    def __init__(
+        self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int
+    ):
+        assert block_size % 16 == 0, f"block_size {block_size} is not a multiple of 16"
+        assert dim % 2 == 0 and dim <= MAX_HEAD_DIM, f"head_dim {dim} is odd or above {MAX_HEAD_DIM}"
+        self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim)
+        if not self.handle:
+            raise MemoryError(f"no memory for {num_blocks} KV blocks")
+        self.layers = layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = heads
+        self.head_dim = dim
+        self.nbytes = library.fd_cache_bytes(self.handle)
+        weakref.finalize(self, library.fd_free_cache, self.handle)
+
+
+def cache_handle(cache: KVCache) -> int:
+    """Return the library's handle of a cache that these ops made."""
+    assert isinstance(cache, CpuKVCache)
+    return cache.handle
+
+
+class CpuLora:
+    """The packed adapter of a linear. See ``Ops.pack_lora``."""
+
+    handle: int
+
+    def __init__(
+        self, library: ctypes.CDLL, bf16: bool, parts: Sequence[LoraPart | None], rows: Sequence[int], columns: int
+    ):
+        ranks = [0 if part is None else part.a.shape[0] for part in parts]
+        scaling = [0.0 if part is None else part.scaling for part in parts]
+        count = len(parts)
+        assert count == len(rows) and max(ranks) > 0
+        for part, n, rank in zip(parts, rows, ranks, strict=True):
+            if part is not None:
+                assert part.a.shape == (rank, columns) and part.b.shape == (n, rank)
+                assert part.a.dtype == part.b.dtype and part.a.dtype in (np.uint16, np.float32)
+                assert part.a.flags.c_contiguous and part.b.flags.c_contiguous
+        sizes = c_int64 * count
+        self.handle = library.fd_new_lora(
+            bf16, columns, count, sizes(*rows), sizes(*ranks), (c_float * count)(*scaling)
+        )
+        self.out_features, self.in_features, self.rank = sum(rows), columns, sum(ranks)
+        if not self.handle:
+            raise MemoryError(
+                f"no memory for an adapter of rank {self.rank} of a weight of {self.out_features} x {columns}"
+            )
+        weakref.finalize(self, library.fd_free_lora, self.handle)
+        self.nbytes = library.fd_lora_bytes(self.handle)
+        first_rows, first_ranks = np.cumsum([0, *rows]).tolist(), np.cumsum([0, *ranks]).tolist()
+        for part, first_row, n, first_rank, rank in zip(parts, first_rows, rows, first_ranks, ranks, strict=False):
+            if part is not None:
+                source = part.a.dtype == np.uint16
+                addresses = address(part.a), address(part.b)
+                if library.fd_pack_lora(self.handle, *addresses, source, first_row, n, first_rank, rank):
+                    raise MemoryError(f"no memory to pack an adapter of rank {rank}")
+
+
+def lora_handle(lora: PackedLora | None, linear: PackedLinear) -> int | None:
+    """Return the library's handle of the adapter of ``linear``; None if there is no adapter."""
+    if lora is None:
+        return None
+    assert isinstance(lora, CpuLora)
+    assert (lora.in_features, lora.out_features) == (linear.in_features, linear.out_features)
+    return lora.handle
+
+
+def gather(library: ctypes.CDLL, adapter: PackedAdapter) -> None:
+    """See ``Ops.gather_adapter``."""
+    loras = [*(lora for layer in adapter.layers for block in layer for lora in block), adapter.lm_head]
+    handles = dict.fromkeys(lora.handle for lora in loras if isinstance(lora, CpuLora))
+    if library.fd_gather_loras((c_void_p * len(handles))(*handles), len(handles)):
+        raise MemoryError(f"no memory for an adapter of {adapter.nbytes} bytes")

@@ -81,6 +81,17 @@ class AttentionBlock:
     attention: AttentionSpec
     o: PackedLinear
 
+    def __post_init__(self) -> None:
+        [hidden], spec = self.norm.shape, self.attention
+        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        assert (self.qkv.in_features, self.qkv.out_features) == (hidden, heads + 2 * kv_heads)
+        assert (self.o.in_features, self.o.out_features) == (heads, hidden)
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Linears that an adapter may change, in the order in which they are computed."""
+        return self.qkv, self.o
+
 
 @dataclass(frozen=True, eq=False)
 class MlpBlock:
@@ -92,8 +103,18 @@ class MlpBlock:
     gate_up: PackedLinear
     down: PackedLinear
 
+    def __post_init__(self) -> None:
+        assert [self.gate_up.in_features] == [self.down.out_features] == self.norm.shape
+        assert self.gate_up.out_features == 2 * self.down.in_features
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """See ``AttentionBlock.linears``."""
+        return self.gate_up, self.down
+
 
 Block: TypeAlias = AttentionBlock | MlpBlock
+BLOCKS = (AttentionBlock, MlpBlock)  # layer.cc has the same order
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +149,10 @@ class PackedLora(Protocol):
 class PackedAdapter:
     """One adapter over all layers. Immutable. Compared by identity, like a DecoderLayer.
 
-    layers: for each layer, for each of its blocks, the adapters of its two linears in the order in which they are
-    computed (qkv and o, or gate_up and down); None where the adapter has no part."""
+    layers: for each layer, for each of its blocks, the adapters of ``linears`` of the block; None where the adapter
+    has no part."""
 
-    layers: tuple[tuple[tuple[PackedLora | None, PackedLora | None], ...], ...]
+    layers: tuple[tuple[tuple[PackedLora | None, ...], ...], ...]
     lm_head: PackedLora | None
     nbytes: int
 

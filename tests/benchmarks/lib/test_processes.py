@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lib.processes import cpu_seconds, send_all, session_processes
 from e2e.server import until
-from fastdeploy.engine.processes import process_runs
+from fastdeploy.engine.requests.delivery import process_runs
 
 SPINS = "import os\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nwhile True: pass"
 

@@ -9,7 +9,7 @@ from engine.adapters.test_adapter_loads import assert_serves, copies
 from engine.fleet_calls import load_prepared
 from engine.views.test_events import Record
 from fastdeploy.core.events import EventKind
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import adapter_fingerprint, write_adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.inter_communicator import messages as m
 from support.harness import Harness
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.pause_calls import LONG, busy, call_pause
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.engine.pauses import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
@@ -77,7 +77,7 @@ def test_dropping_a_mute_client_drops_no_client_that_answers():
     h.now += 0.2
     h.transport.mute.add("a")  # the acknowledgement of the next fence is still on its way
     h.run_rounds(2)
-    assert "a" in h.engine.lifecycle.delivery.clients and h.reply(call) is None
+    assert "a" in h.engine.delivery.clients and h.reply(call) is None
     h.acknowledge()
     assert h.reply(call).failure is None and h.status()["is_paused"]
 
@@ -101,7 +101,7 @@ def test_a_slow_client_keeps_its_requests_and_the_report_names_it(slow):
     for _ in range(8):
         slow.now += p.FENCE_TIMEOUT_S
         slow.run_rounds()
-        assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
+        assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
     slow.acknowledge("b")
     report = slow.reply(call).result
     assert report["is_paused"] and report["slow_api_servers"] == [22] and report["dropped_api_servers"] == []
@@ -136,7 +136,7 @@ def test_a_slow_client_has_the_timeout_of_a_fence_even_if_that_of_the_pause_is_s
     call = call_pause(slow, mode="keep", timeout_s=0.5)
     slow.now += p.FENCE_TIMEOUT_S - 0.1
     slow.run_rounds()
-    assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
+    assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
     slow.now += 0.2
     slow.run_rounds(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
@@ -170,4 +170,4 @@ def test_a_client_that_names_this_machine_is_looked_up(slow):
     call = call_pause(slow, mode="keep", timeout_s=600.0)
     slow.now += p.FENCE_TIMEOUT_S
     slow.run_rounds(2)
-    assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
+    assert slow.reply(call) is None and "b" in slow.engine.delivery.clients

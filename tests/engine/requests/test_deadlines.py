@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fastdeploy.engine.requests.deadlines import MIN_PRUNE
+from fastdeploy.engine.requests.lifecycle import MIN_PRUNE
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness
 
@@ -95,7 +95,7 @@ def test_deadlines_of_requests_that_have_ended_are_removed():
         add(h, f"r{i}", tokens=1, deadline_s=1e6)
         h.engine.run_once(block=False)
     h.run_out()
-    assert len(h.engine.lifecycle.deadlines._heap) <= 10
+    assert len(h.engine.lifecycle._deadlines._heap) <= 10
 
 
 @pytest.mark.parametrize("field", ["max_queue_s", "deadline_s"])

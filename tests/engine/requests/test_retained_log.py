@@ -7,8 +7,8 @@ import pytest
 from fastdeploy.core.errors import ResultLost
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.engine.requests import retained_log
-from fastdeploy.engine.requests.retained_log import RECORD, RetainedLog
+from fastdeploy.engine.requests import retention
+from fastdeploy.engine.requests.retention import RECORD, RetainedLog
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness
@@ -138,7 +138,7 @@ def test_a_record_that_was_cut_off_is_ignored(tmp_path):
 
 
 def test_the_file_stays_small_and_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(retained_log, "MIN_RECORDS", 16)
+    monkeypatch.setattr(retention, "MIN_RECORDS", 16)
     life = Life(tmp_path)
     log = life.log()
     log.began(request("old"))

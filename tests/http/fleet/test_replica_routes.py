@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.server import in_background, until
-from fastdeploy.core.host import host_id
+from fastdeploy.core.process import host_id
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
 from support.fake_runner import write_adapter

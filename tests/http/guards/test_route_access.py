@@ -7,20 +7,66 @@ import http.client
 import httpx
 import openai
 import pytest
+from fastapi import APIRouter
 from fastapi.routing import iter_route_contexts
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import ROUTES, AccessPolicy, Attempt, bearer_key, refusal
+from fastdeploy.http.guards.route_access import Access, AccessPolicy, Attempt, RouteTable, bearer_key, refusal
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
-from support.http_calls import OCTETS, answer
+from support.http_calls import OCTETS, answer, route_table
 
 DATA, CONTROL = b"data-key-1", b"control-key-1"
 BOTH = Keys((b"data-key-0", DATA), (CONTROL, b"control-key-2"))
 ONLY_DATA, ONLY_CONTROL = Keys(data=(DATA,)), Keys(control=(CONTROL,))
 OPEN_ROUTE, DATA_ROUTE, CONTROL_ROUTE = "/health", "/v1/completions", "/v1/pause"
+
+
+# The class of every route, so that none gets another one by accident.
+OPEN_PATHS = (
+    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css",
+    "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
+)  # fmt: skip
+WATCH_PATHS = ("/ui/events",)
+DATA_PATHS = (
+    "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
+    "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
+    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
+    "/v1/chat/completions/render", "/v1/chat/completions/tokens", "/v1/completions", "/v1/is_paused", "/v1/loads",
+    "/v1/models", "/v1/models/{model_id:text}", "/v1/replicas", "/v1/replicas/targets", "/weight_info",
+)  # fmt: skip
+CONTROL_PATHS = (
+    "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
+    "/areal_pause_generation", "/areal_set_update_weight_meta", "/areal_set_update_weight_meta_lora",
+    "/areal_update_weights", "/areal_update_weights_lora", "/areal_update_weights_lora_xccl",
+    "/areal_update_weights_xccl", "/begin_weight_update", "/collective_rpc", "/continue_generation",
+    "/destroy_weights_update_group", "/end_weight_update", "/fetch_weights", "/finish_weight_update",
+    "/flush_cache", "/inference/v1/abort_requests", "/init_weight_transfer_engine",
+    "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/pause",
+    "/pause_generation", "/post_process_weights", "/pull_weights", "/release_memory_occupation",
+    "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/skyrl/v1/abort_lora_requests",
+    "/skyrl/v1/load_lora_adapter", "/sleep", "/start_profile", "/start_weight_update", "/stop_profile",
+    "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
+    "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
+    "/v1/abort_requests", "/v1/adapters/export", "/v1/adapters/load", "/v1/adapters/unload",
+    "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/replicas/add", "/v1/replicas/drain",
+    "/v1/replicas/remove", "/v1/replicas/spool", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
+    "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
+    "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/v1/weights/export",
+    "/wake_up",
+    "/weight_checker", "/weights_checker",
+)  # fmt: skip
+CLASSES: dict[str, Access] = (
+    dict.fromkeys(OPEN_PATHS, Access.OPEN)
+    | dict.fromkeys(DATA_PATHS, Access.DATA)
+    | dict.fromkeys(WATCH_PATHS, Access.WATCH)
+    | dict.fromkeys(CONTROL_PATHS, Access.CONTROL)
+)
+
+
+TABLE = route_table(create_app(None, None, ServeConfig(model="m")))
 
 
 def bearer(key: bytes) -> dict[str, str]:
@@ -29,16 +75,31 @@ def bearer(key: bytes) -> dict[str, str]:
 
 def code(path: str, key=None, keys=NO_KEYS, host="127.0.0.1", port=8180, is_upload=False, **settings) -> str | None:
     """Return the code of the refusal, or None."""
-    policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys)
+    policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys, TABLE)
     error = refusal(Attempt(path, port, key, is_upload), policy)
     return error and error.code
 
 
-def test_every_route_of_the_app_has_a_class():
+def test_every_route_of_the_app_has_the_class_that_this_table_says():
     app = create_app(None, None, ServeConfig(model="m"))
-    paths = {context.path for context in iter_route_contexts(app.routes)}
-    assert paths - ROUTES.keys() == set(), "new routes need a class in route_access.ROUTES"
-    assert ROUTES.keys() - paths == set(), "these routes do not exist"
+    assert {context.path for context in iter_route_contexts(app.routes)} == CLASSES.keys()
+    assert TABLE.classes == CLASSES
+
+
+def test_a_route_without_a_class_is_a_control_route_and_a_path_has_one_class():
+    router = APIRouter()
+
+    @router.get("/open")
+    @Access.OPEN
+    async def is_open(): ...
+
+    @router.post("/new")
+    async def new(): ...
+
+    assert RouteTable(router.routes).classes == {"/open": Access.OPEN, "/new": Access.CONTROL}
+    router.post("/open")(new)
+    with pytest.raises(AssertionError, match="/open has two classes"):
+        RouteTable(router.routes)
 
 
 def test_an_unknown_path_needs_a_control_key_and_is_then_a_404():

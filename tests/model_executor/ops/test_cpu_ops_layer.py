@@ -6,8 +6,10 @@ import numpy as np
 import paddle
 import pytest
 
+from fastdeploy.model_executor.models import build_model, parse_config
 from fastdeploy.model_executor.ops import cpu
 from fastdeploy.model_executor.ops.interface import DecoderLayer
+from tests.support.checkpoints import SPECS, config_json, random_tensors
 from tests.support.decoder_layers import BLOCK, SHAPES, Layer, make_batch, with_attention
 
 
@@ -29,6 +31,26 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
     else:  # norms, queries, probabilities and the input of down are rounded to 8 bits
         difference = np.abs(found[0] - found[1])
         assert difference.max() < 0.1 and difference.mean() < 0.01
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, reference, dtype, rng, name):
+    spec, tensors, found = SPECS[name], random_tensors(SPECS[name]), []
+    batch, x = make_batch([0, 1], [0, 0], [21, 1]), rng.standard_normal((22, spec.hidden)).astype(np.float32)
+    for one in (ops, reference):
+        model = build_model(parse_config(config_json(spec)), one, spec.max_len)
+        values = {}
+        for parameter in model.parameters:
+            weights, biases = ([tensors[name] for name in names] for names in (parameter.weights, parameter.biases))
+            vector = parameter.is_vector
+            values[parameter.key] = (
+                paddle.to_tensor(weights[0]) if vector else one.pack_linear(weights, biases if biases else None)
+            )
+        cache = one.new_kv_cache(spec.layers, 32, BLOCK, spec.kv_heads, spec.dim)
+        layers = model.assemble(values).layers
+        found.append(one.decoder_layers(paddle.to_tensor(x), layers, cache, batch).numpy())
+    scale = np.abs(found[1]).max()
+    np.testing.assert_allclose(found[0], found[1], atol=scale * (1e-5 if dtype == "float32" else 0.03))
 
 
 def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(ops, rng, layer):

@@ -11,19 +11,18 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody, parse_body
+from fastdeploy.http.calls import Routes, catching, read_body
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import AdapterConfig, known_adapters, load_adapter
+from fastdeploy.http.control.adapters import AdapterConfig, known_adapters, load_adapter, load_folder
 from fastdeploy.http.control.protocol import LoraName
-from fastdeploy.http.dialects.common import Routes, sglang_errors
+from fastdeploy.http.dialects.common import sglang_error
 from fastdeploy.http.dialects.sglang.tensor_upload import TENSOR_FORMATS, require_format, require_safetensors
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import schema_of, takes
 from fastdeploy.http.upload import admitted_upload, spooled_bytes
 from fastdeploy.inter_communicator import messages as m
 
-ERRORS: dict[str, Any] = {"message_field": "error_message", "loaded_adapters": None}
 FROM_TENSORS = "__tensor__"  # the path that SGLang shows for an adapter that came without a folder
 
 
@@ -104,27 +103,26 @@ def parse_tensors(raw: bytes) -> tuple[ConfigBody, bytes]:
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
-    routes = Routes(router, query=False, sglang_errors=True)
+    routes, errors = Routes(router, read_body), sglang_error("error_message", loaded_adapters=None)
 
-    async def done() -> dict[str, Any]:
-        loaded = {adapter["lora_name"]: adapter["path"] for adapter in await known_adapters(context)}
-        return {"success": True, "error_message": "", "loaded_adapters": loaded}
+    async def loaded() -> dict[str, Any]:
+        paths = {adapter["lora_name"]: adapter["path"] for adapter in await known_adapters(context)}
+        return {"success": True, "error_message": "", "loaded_adapters": paths}
 
-    @routes.post("/load_lora_adapter", LoadBody, **ERRORS)
+    @routes.post("/load_lora_adapter", LoadBody, errors=errors)
     async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
         """Load a PEFT folder. The folder is read before the answer, and not again later."""
-        source, path = FolderSource(body.lora_path), body.lora_path
-        await load_adapter(context, m.LoadAdapterArgs(body.lora_name, source, path=path, replace=body.replace))
-        return await done()
+        await load_folder(context, body.lora_name, body.lora_path, replace=body.replace)
+        return await loaded()
 
-    @routes.post("/unload_lora_adapter", NameBody, **ERRORS)
+    @routes.post("/unload_lora_adapter", NameBody, errors=errors)
     async def unload_lora_adapter(body: NameBody) -> dict[str, Any]:
         """Remove the name. Running requests of the adapter finish."""
         await context.client.call(m.UnloadAdapterArgs(body.lora_name))
-        return await done()
+        return await loaded()
 
     @router.post("/load_lora_adapter_from_tensors", openapi_extra=takes(tensors_schema()))
-    @sglang_errors(**ERRORS)
+    @catching(errors)
     async def load_lora_adapter_from_tensors(request: Request) -> Response:
         """Load the bytes of a safetensors file. A pickle is refused by its first bytes, and never loaded."""
         async with admitted_upload(context, None):
@@ -132,4 +130,4 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
             async with spooled_bytes(tensors, context) as source:
                 args = m.LoadAdapterArgs(body.lora_name, source, body.config_dict, FROM_TENSORS, replace=body.replace)
                 await load_adapter(context, args)
-        return json_response(await done())
+        return json_response(await loaded())

@@ -19,13 +19,14 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields, part_id
-from fastdeploy.core.scope import adapter_scope
+from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
+from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.openai.reply import weight_versions
+from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.openai_reply import weight_versions
-from fastdeploy.http.serving.responses import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
 # Bytes of the ids that the tokens of one request were drawn from. The ids are held until the request has ended.
@@ -39,6 +40,7 @@ BEFORE_PREFILL = "Abort before prefill"
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
+    @Access.DATA
     async def generate(request: Request) -> Response:
         body = parse_generate(await read_generation(request))
         await context.client.require_engine()

@@ -11,19 +11,20 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
+from fastdeploy.http.calls import Routes
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.adapters import load_folder
 from fastdeploy.http.control.protocol import LoraName
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S
 from fastdeploy.http.dialects.skyrl.deltas import CheckpointDeltas, FetchBody
-from fastdeploy.http.dialects.vllm.control import TAGS, wake
+from fastdeploy.http.dialects.vllm.routes import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
     FinishBody,
     StartBody,
     WeightUpdates,
 )
+from fastdeploy.http.guards.route_access import Access
 from fastdeploy.inter_communicator import messages as m
 
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -74,9 +75,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
     @routes.post("/skyrl/v1/load_lora_adapter", LoadBody)
     async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
         """Load an adapter, or replace the adapter of this name. No pause is needed. lora_int_id stays the same."""
-        source, path = FolderSource(body.lora_path), body.lora_path
-        report = await load_adapter(context, m.LoadAdapterArgs(body.lora_name, source, path=path))
-        return report | {"status": "ok"}
+        return await load_folder(context, body.lora_name, body.lora_path) | {"status": "ok"}
 
     @routes.post("/skyrl/v1/abort_lora_requests", AdapterBody)
     async def abort_lora_requests(body: AdapterBody) -> dict[str, Any]:
@@ -87,6 +86,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         return {"status": "ok", "aborted": aborted, "count": len(aborted), "requests": report["aborted"]}
 
     @router.post("/skyrl/v1/generate")
+    @Access.DATA
     async def generate(request: Request) -> Response:
         """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
         data = parse_json(await request.body())
@@ -98,7 +98,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         """Bring the local checkpoint to a published version. The engine is neither paused nor changed."""
         return {"status": "ok", "result": [await deltas.fetch(body)]}
 
-    @routes.post("/finish_session", SessionBody)
+    @routes.post("/finish_session", SessionBody, Access.DATA)
     async def finish_session(body: SessionBody) -> dict[str, Any]:
         """Answer a router that ties a session to a replica. There is nothing to release: the gateway of a
         fleet forgets the oldest sessions by itself. 0 is a valid session id."""

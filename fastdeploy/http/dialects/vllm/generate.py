@@ -1,5 +1,6 @@
-"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The body is translated to the
-body of a completion, which is checked and run like any other completion."""
+"""vLLM's routes that turn text to tokens and back, and POST /inference/v1/generate: token ids in, token ids out, whole
+or as a stream. Its body is translated to the body of a completion, which is checked and run like any other completion.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,20 @@ from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.request_fields import RequestFields
-from fastdeploy.http.body import Body, parse_body, read_generation
+from fastdeploy.core.request_fields import RequestFields, check_vocabulary
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json, read_generation
+from fastdeploy.http.calls import read_lenient
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
-from fastdeploy.http.openai.serving_completion import prepare
+from fastdeploy.http.errors import json_response
+from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.openai.chat import prepare as prepare_chat
+from fastdeploy.http.openai.completion import prepare
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
+from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 from fastdeploy.http.openapi import described, schema_of, streams, takes
-from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 
 # Fields outside of sampling_params that have the same name in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}
@@ -65,6 +71,7 @@ def generate_schema() -> dict[str, Any]:
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
+    @Access.DATA
     async def generate(request: Request) -> Response:
         """Generate from token ids. X-Session-ID names the session, for a fleet. Without max_tokens the limit is
         the rest of the context, as in vLLM on this route (not the 16 of its SamplingParams)."""
@@ -134,3 +141,93 @@ class GenerateView(OpenAIReply):
 def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:
     choice.pop("prompt_token_ids", None)
     return choice
+
+
+# ------------------------------------------------------------------ text to tokens, and back
+
+
+class TokenizeBody(LaxBody):
+    """messages: a conversation, which is rendered and tokenised as by /v1/chat/completions."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Check the type of the list alone. The route checks the ids after it has checked how many there are."""
+    if not isinstance(value, list):
+        raise ValueError("expected a list of token ids")
+    return value
+
+
+class DetokenizeBody(LaxBody):
+    model: str | None = None
+    tokens: Annotated[Any, PlainValidator(_as_list), described(list[int])]
+    skip_special_tokens: bool = False
+
+
+# Fields of a chat body that its tokens depend on.
+RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+                      "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
+# Fields of a chat body that are sampling parameters of /inference/v1/generate too. Logprobs have other forms there.
+SAMPLING = {"n", "stop"} | {name for name in SamplingParams.__struct_fields__ if "logprobs" not in name}
+
+
+def add_text_routes(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+    @Access.DATA
+    async def tokenize(request: Request) -> Response:
+        body = await read_lenient(request, TokenizeBody)
+        if body.messages is not None:
+            data = parse_json(await request.body())
+            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
+        elif body.prompt is not None:
+            context.check_text(body.prompt, "prompt")
+            ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
+        else:
+            raise InvalidField("prompt", "expected a prompt or messages")
+        reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
+        if body.return_token_strs:
+            tokenizer = context.require_tokenizer("return_token_strs")
+            reply["token_strs"] = await context.pace().array(map(tokenizer.token_text, ids))
+        return json_response(reply)
+
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+    @Access.DATA
+    async def detokenize(request: Request) -> Response:
+        """Decode at most a full context of tokens, since decoding blocks the event loop. No tokens give an empty text:
+        a request that was aborted at once has none."""
+        body = await read_lenient(request, DetokenizeBody)
+        tokenizer = context.require_tokenizer("tokens")
+        if len(body.tokens) > context.max_model_len:
+            raise ContextLengthExceeded("tokens", context.max_model_len, f"the text of {len(body.tokens)} tokens")
+        if any(type(token) is not int for token in body.tokens):
+            raise InvalidField("tokens", "expected a list of token ids")
+        check_vocabulary(body.tokens, context.vocab_size, "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+    @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
+    @Access.DATA
+    async def render(request: Request) -> Response:
+        """Answer with the prompt of /v1/chat/completions as token ids, in a body for /inference/v1/generate."""
+        data = parse_json(await request.body())
+        ids = await rendered(context, data)
+        return json_response(
+            {
+                "request_id": data.get("request_id"),
+                "model": context.model_name(context.adapter(data.get("model"))),
+                "token_ids": ids,
+                "features": None,
+                "sampling_params": {k: data[k] for k in SAMPLING & data.keys()},
+            }
+        )
+
+
+async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
+    """Return the token ids of a conversation. Tools are rendered whatever tool_choice is, since no tool call is
+    generated."""
+    body = parse_body({**data, "tool_choice": "none"}, ChatBody, UNSUPPORTED)
+    return (await prepare_chat(context, body)).requests[0].prompt_token_ids

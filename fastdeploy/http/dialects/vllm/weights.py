@@ -17,9 +17,10 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, WholeSource
 from fastdeploy.http.body import Body, LaxBody, parse_body
+from fastdeploy.http.calls import Routes, read_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import Routes, read_fields
+from fastdeploy.http.dialects.common import OpenSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
@@ -109,6 +110,8 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient, deltas: CheckpointDeltas):
         self._client, self._deltas = client, deltas
+        self._session = OpenSession(client, PLACED_BY)
+        self.finish = self._session.commit
 
     async def init(self, info: Any) -> None:
         """Prepare for the transport that ``info`` names. Only SkyRL's checkpoint deltas need that. Raises InvalidField
@@ -129,16 +132,14 @@ class WeightUpdates:
 
     async def start(self, body: StartBody) -> dict[str, Any]:
         fields = body.model_dump(exclude={"is_checkpoint_format", "weight_version"})
-        return await self._client.call(m.BeginUpdateArgs(body.weight_version, **fields, placed_by=PLACED_BY))
+        return await self._session.begin(version=body.weight_version, **fields)
 
     async def add(self, part: Part) -> dict[str, Any]:
         """Add the tensors to vLLM's open session. Without an open session the tensors are an update of their own, which
         is committed at once."""
         source, info = part
         if not NO_SESSION_FIELDS & info.model_fields_set:
-            fields = {"version": info.weight_version, **_part_fields(info)}
-            receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
-            if receipt["session_id"] is not None:
+            if receipt := await self._session.add(source, version=info.weight_version, **_part_fields(info)):
                 return receipt
         else:
             session = (await self._client.call(m.WeightInfoArgs()))["session"]
@@ -160,10 +161,6 @@ class WeightUpdates:
             return await upload_update(
                 request, context, begin, _part_fields(info), lambda source: Part(source, info).update(), streams
             )
-
-    async def finish(self, version: str | None) -> dict[str, Any]:
-        """Commit the open session. Raises WrongOrder if there is none."""
-        return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
 
 
 def _part_fields(info: UpdateInfo) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The meaning of control calls for requests that no replica can end: they wait in the gateway, or their replica is lost
+before it has sent their ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy.core.outputs import ADAPTER_UNLOADED
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
+from fastdeploy.inter_communicator import messages as m
+
+ENDS = (m.AbortArgs, m.PauseArgs, m.SleepArgs, m.ResetArgs, m.UnloadAdapterArgs)
+
+
+@dataclass
+class Ended:
+    """The part of one request that a call has ended: numbers of choices, and of tokens of them that the client has."""
+
+    choices: int = 0
+    tokens: int = 0
+
+
+class Ending:
+    """A control call that ends requests. Each of these knows it from the turn of the event loop in which the call is
+    sent. The engines end what runs there; an unload lets it finish. What is at no replica ends in the gateway. So does
+    what loses its replica from then on, as nobody knows whether the engine has ended it.
+
+    ended: what has ended in the gateway, by the ids that clients know. failed: the call has failed, so the requests
+    that have not ended go on."""
+
+    def __init__(self, args: m.Args):
+        self.ended: dict[str, Ended] = {}
+        self.failed = False
+        self._args = args
+
+    def why(self, request: AddRequest) -> str | None:
+        """Return why this call ends a request, in the engines' words; None = the request stays."""
+        adapter = request.adapter
+        match self._args:
+            case m.AbortArgs(request_ids=ids, lora_name=name, abort_all=everything):
+                named = ids is not None and (request.group or request.request_id) in ids
+                return "aborted by request" if named or everything or (name is not None and name == adapter) else None
+            case m.PauseArgs(mode=mode, scope=scope, hold_id=hold_id) if mode.lower() == "abort":
+                is_covered = scope in (WHOLE_ENGINE, adapter_scope(adapter or None))
+                why = "paused" if hold_id is None else f"paused by hold {hold_id!r}"
+                return why if is_covered else None
+            case m.SleepArgs(mode=mode) if mode.lower() == "abort":
+                return "paused by hold 'sleep'"
+            case m.ResetArgs():
+                return "the trainer starts over (reset)"
+            case m.UnloadAdapterArgs(lora_name=name) if name == adapter:
+                return f"adapter {name!r} was unloaded, and no replica that still has it runs the request"
+        return None
+
+    def stop_reason(self, request: AddRequest) -> str | None:
+        """Return the stop reason of a request that this call ends. A reset unloads all adapters."""
+        unloads = isinstance(self._args, m.UnloadAdapterArgs | m.ResetArgs) and request.adapter
+        return ADAPTER_UNLOADED if unloads else None
+
+    def count(self, client_id: str, choices: int, tokens: int) -> None:
+        """Count choices of a request that end in the gateway, and their tokens."""
+        entry = self.ended.setdefault(client_id, Ended())
+        entry.choices += choices
+        entry.tokens += tokens
+
+    def report(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return the report of the replicas, with what has ended in the gateway."""
+        if not self.ended:
+            return report
+        if isinstance(self._args, m.AbortArgs):
+            return self._report_aborts(self._args, report)
+        report = dict(report)
+        if isinstance(self._args, m.ResetArgs):
+            report["aborted"] += len(self.ended)
+        elif "aborted_ids" in report:
+            report["aborted_ids"] = list(dict.fromkeys([*report["aborted_ids"], *self.ended]))
+            aborted = report["counts"]["aborted"] + sum(entry.choices for entry in self.ended.values())
+            report["counts"] = report["counts"] | {"aborted": aborted}
+            report["tokens_returned"] += sum(entry.tokens for entry in self.ended.values())
+        return report
+
+    def _report_aborts(self, args: m.AbortArgs, report: dict[str, Any]) -> dict[str, Any]:
+        known = {entry["request_id"]: entry for entry in report["aborted"]}
+        for request_id, ended in self.ended.items():
+            entry = known.setdefault(request_id, {"request_id": request_id, "output_token_count": 0})
+            entry["output_token_count"] += ended.tokens
+        not_found = [name for name in report["not_found"] if name not in known and name != args.lora_name]
+        return report | {"aborted": list(known.values()), "not_found": not_found}

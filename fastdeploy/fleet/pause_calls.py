@@ -1,0 +1,199 @@
+"""Calls of holds: pause, resume, renew and status."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from fastdeploy.core.config import MAX_TTL_S
+from fastdeploy.core.errors import PauseInterrupted, PauseTimeout
+from fastdeploy.fleet.call import Context, FleetCall, bounded
+from fastdeploy.fleet.state import MODES, TTL_MARGIN_S, FleetHold, FleetState, stronger_terms
+from fastdeploy.fleet.transaction import Command, Rule
+from fastdeploy.inter_communicator import messages as m
+
+T = TypeVar("T", m.PauseArgs, m.RenewArgs)
+RELEASED = (PauseTimeout, PauseInterrupted)  # after these errors of an engine, its hold does not stand
+
+
+def _for_engine(args: T) -> T:
+    """Give the engine more time than the gateway has. A ttl that the engine must refuse stays as it is."""
+    ttl_s = args.ttl_s
+    return args if ttl_s is None or not 0.0 < ttl_s <= MAX_TTL_S else replace(args, ttl_s=ttl_s + TTL_MARGIN_S)
+
+
+def _expiry(ttl_s: float | None, now: float) -> float | None:
+    return None if ttl_s is None else now + ttl_s
+
+
+def _show_ttl(hold: dict[str, Any], state: FleetState, now: float) -> None:
+    """Show the ttl that the gateway counts."""
+    standing = state.holds.get((hold["scope"], hold["id"]))
+    left = None if standing is None or standing.expires_at is None else standing.expires_at - now
+    hold["ttl_left_s"] = None if left is None else round(max(left, 0.0), 3)
+
+
+class PauseCall(FleetCall[m.PauseArgs]):
+    """Place a hold on all, or on none. Anonymous holds get one name for the whole fleet.
+
+    Pause calls on one hold may overlap, with resumes between them. The members see all of these in one order, so what
+    stands at the end is what the last message in that order says. So a call that fails releases its hold only if no
+    later call has placed it again. Such a later call then releases the hold if it fails too."""
+
+    rule = Rule.UNDO
+
+    def __init__(self, args: m.PauseArgs, context: Context):
+        super().__init__(args, context)
+        if args.hold_id is None:
+            self.state.num_anonymous += 1
+            hold_id = f"anonymous-{self.state.num_anonymous}-{uuid.uuid4().hex[:8]}"
+            self.args = replace(args, hold_id=hold_id, anonymous=True)
+        assert self.args.hold_id is not None
+        self._key = (self.args.scope, self.args.hold_id)
+        self._releases = False
+        self._undone = False
+
+    def on_send(self) -> None:
+        below = self.state.holds.get(self._key)
+        terms = replace(self.args, ttl_s=None)
+        if below is not None and terms.mode.lower() in MODES:
+            terms = stronger_terms(terms, below.args)
+        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below, settled=False)
+        self.state.holds[self._key] = self._hold
+
+    def messages_to_prepare(self, name: str) -> list[m.Args]:
+        return [_for_engine(self.args)]
+
+    def message_to_undo(self, name: str) -> m.Args | None:
+        return m.ResumeArgs(self.args.hold_id, self.args.scope) if self._releases else None
+
+    def work_s(self, command: Command) -> float:
+        drains = command is Command.PREPARE and self.args.mode.lower() == "wait"
+        return bounded(self.args.timeout_s, 0.0) if drains else 0.0
+
+    def on_rollback(self) -> None:
+        self._undone = True
+        hold, standing = self._hold, self.state.holds.get(self._key)
+        ended = any(isinstance(error, RELEASED) for error in self.errors.values())
+        below = hold.below
+        while below is not None and below.refused:
+            below = below.below
+        placed = bool(self.results)
+        # A hold from before this call stays, if it was there for sure: then only its terms may differ.
+        uneven = ended or (placed and (below is None or not below.settled))
+        hold.refused = not placed and not ended
+        if standing is not None and standing is not hold:
+            standing.owed = standing.owed or uneven
+            return
+        self._releases = uneven or hold.owed
+        if self._releases:
+            self.state.release(lambda key, _: key == self._key)
+        if standing is None:  # a resume has released it, but not for sure
+            return
+        if self._releases or below is None:
+            self.state.holds.pop(self._key, None)
+        elif not placed:
+            self.state.holds[self._key] = below
+
+    def on_failure(self) -> None:
+        if not self._undone and self.state.holds.get(self._key) is self._hold:  # every member was lost
+            del self.state.holds[self._key]
+
+    def on_success(self) -> dict[str, Any]:
+        self._hold.below, self._hold.settled = None, True
+        report = super().on_success()
+        _show_ttl(report["hold"], self.state, self.now)
+        return report
+
+
+class ResumeCall(FleetCall[m.ResumeArgs]):
+    """Release holds. The order of sending decides which pause calls this one follows."""
+
+    rule = Rule.AGREE
+
+    def on_send(self) -> None:
+        self._released = {key: hold for key, hold in self.state.holds.items() if self._names(key, hold)}
+        for key in self._released:
+            del self.state.holds[key]
+        self.state.releasing.append(self._released)
+
+    def on_success(self) -> dict[str, Any]:
+        self._end()
+        self.state.release(lambda key, hold: hold.order < self.order and self._names(key, hold))
+        return super().on_success()
+
+    def on_failure(self) -> None:
+        """Put the holds back, below those that later calls have placed."""
+        self._end()
+        for key, released in self._released.items():
+            hold: FleetHold | None = released
+            while hold is not None and hold.refused:
+                hold = hold.below
+            if hold is None:
+                continue
+            above = self.state.holds.setdefault(key, hold)
+            while above.below is not None and above.order > hold.order:
+                above = above.below
+            if above.order > hold.order and not above.settled:
+                above.below = hold
+
+    def _names(self, key: tuple[str, str], hold: FleetHold) -> bool:
+        hold_id = self.args.hold_id
+        return key[0] == self.args.scope and (hold.args.anonymous if hold_id is None else key[1] == hold_id)
+
+    def _end(self) -> None:
+        self.state.releasing = [holds for holds in self.state.releasing if holds is not self._released]
+
+
+class RenewCall(FleetCall[m.RenewArgs]):
+    """Set the gateway's ttl of a hold, and the later one of the engines."""
+
+    rule = Rule.AGREE
+
+    def on_send(self) -> None:
+        self._hold = self.state.holds.get((self.args.scope, self.args.hold_id))
+        if self._hold is not None:
+            self._before, self._hold.expires_at = self._hold.expires_at, _expiry(self.args.ttl_s, self.now)
+
+    def messages_to_prepare(self, name: str) -> list[m.Args]:
+        return [_for_engine(self.args)]
+
+    def on_failure(self) -> None:
+        if self._hold is not None:
+            self._hold.expires_at = self._before
+
+    def on_success(self) -> dict[str, Any]:
+        report = super().on_success()
+        _show_ttl(report["hold"], self.state, self.now)
+        return report
+
+
+class PauseStatusCall(FleetCall[m.PauseStatusArgs]):
+    def on_success(self) -> dict[str, Any]:
+        report = super().on_success()
+        for hold in report["holds"]:
+            _show_ttl(hold, self.state, self.now)
+        return report
+
+
+class ResetCall(FleetCall[m.ResetArgs]):
+    """Reset all. Anonymous holds and the open sessions end, and no adapter is left."""
+
+    rule = Rule.AGREE
+
+    def on_send(self) -> None:
+        self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+        for name in list(self.state.adapters):
+            self.state.unload(name)
+        self._sessions = [session for session in self.state.weight_sessions.values() if session.open]
+
+    def on_success(self) -> dict[str, Any]:
+        self.state.release(lambda key, hold: hold.order < self.order and hold.args.anonymous)
+        report = super().on_success()
+        report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
+        for session in self._sessions:
+            self.state.close_weight_session(session)
+        self.state.version = report["version"]
+        return report
