@@ -16,7 +16,6 @@ from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.gateway_lease import GatewayLease
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 from support.harness import PROMPT, Harness
 
 W1 = FolderSource("/w1")
@@ -66,7 +65,7 @@ def refusal(h: Harness, args: m.Args, client: str = "a") -> m.Failure:
 
 def test_every_call_says_who_may_make_it_and_every_call_that_needs_the_leader_is_tried_here():
     calls = set(m.Args.__subclasses__())
-    assert {call for call in calls if call.access is Access.LEADER} == {type(args) for args in CHANGES}
+    assert {call for call in calls if call.leader_only and not call.reads} == {type(args) for args in CHANGES}
     assert all(args.needs_leader() for args in CHANGES) and not any(args.needs_leader() for args in READS)
 
 

@@ -60,10 +60,12 @@ class FakeEngine:
         self._runner_options = runner
         self.start()
 
-    def start(self) -> None:
+    def start(self, prepare: Callable[[CommonEngine], None] = lambda engine: None) -> None:
+        """Start the engine. prepare(engine): called before its loop begins."""
         self.runner = PacedRunner(**self._runner_options)
         self._transport = StoppableTransport(self.endpoint)
         self.engine = CommonEngine(self._config, self.runner, self._transport, uuid.uuid4().hex)
+        prepare(self.engine)
         self._loop = threading.Thread(target=self._run, args=(self.engine,), daemon=True)
         self._loop.start()
 
