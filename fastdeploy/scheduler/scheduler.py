@@ -261,15 +261,15 @@ class Scheduler:
         return victim
 
     def abandon(self) -> None:
-        """Take note that the step was given up, after its copies. No request has changed, and no block that the step
+        """Record that the step was given up, after its copies. No request has changed, and no block that the step
         wrote to can be found by others. The next plan computes the same again."""
         self.in_flight = []
-        self.kv.step_done()
+        self.kv.release_copied()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewTokens]:
         """Take in the result of a step, and return its tokens. Requests that end by a token, or with an error because
         their logits are not finite, are in ``ended``."""
-        self.kv.step_done()
+        self.kv.release_copied()
         now = time.time()
         tokens: list[NewTokens] = []
         prefill_tokens = 0
@@ -394,7 +394,7 @@ class Scheduler:
         self.kv.forget_prefixes(None if scope.above is None else namespaces)
 
     def weights_changed(self, model: ServedModel, before: ServedWeights, recompute: bool) -> None:
-        """Take note that ``model`` is no longer computed by the weights ``before``; for the base model, that no model
+        """Record that ``model`` is no longer computed by the weights ``before``; for the base model, that no model
         is computed by the weights that computed it. No request gets a prefix hit in KV of other weights. Begun requests
         keep their own KV and share it no more; with ``recompute`` they lose it."""
         base = model.scope.above is None
@@ -412,8 +412,8 @@ class Scheduler:
         return self._sequences.eos_token_ids
 
     def set_eos(self, token_ids: tuple[int, ...]) -> None:
-        """End requests at these ids from the next token on. The runner is told anew of each request in the batch that
-        must not draw an EOS id yet (min_tokens)."""
+        """End requests at these ids from the next token on. Each request in the batch that must not draw an EOS id
+        yet (min_tokens) is sent to the runner anew."""
         self._sequences.eos_token_ids = token_ids
         for request in (*self.running, *self.frozen):
             if request.num_output_tokens < request.sampling.min_tokens:

@@ -49,12 +49,12 @@ class AdapterLookups:
         name, path = args.lora_name, self._checks.path_in_root(args.lora_name)
         self.thread.check_room()
 
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+        def on_end(_: None, error: FastDeployError | None, seconds: float) -> None:
             answer({"lora_name": name, "path": path}, None if error is None else explained(error, name))
 
         work = functools.partial(self._store.look, path, (self._root,))
         deadline = self._clock() + self._timeout_s
-        self.thread.submit(Job(args, work, done, self._timeout_s, reads=True, deadline=deadline))
+        self.thread.submit(Job(args, work, on_end, self._timeout_s, reads=True, deadline=deadline))
 
 
 def explained(error: FastDeployError, name: str) -> FastDeployError:

@@ -257,9 +257,9 @@ class AdapterRegistry:
         self._num_loads += 1
         load = Load(args, self._num_loads, timeout_s, answer, self._clock(), own=answer is None)
         self._loads[args.lora_name] = load
-        work, done = functools.partial(self._copy, load), functools.partial(self._copied, load)
+        work, on_end = functools.partial(self._copy, load), functools.partial(self._copied, load)
         thread = self.lookups.thread if args.lookup else self._copies
-        thread.submit(Job(load, work, done, timeout_s, reads=args.source.may_hang, deadline=load.deadline))
+        thread.submit(Job(load, work, on_end, timeout_s, reads=args.source.may_hang, deadline=load.deadline))
 
     def _look_up(self, name: str, path: str) -> None:
         args = m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True)
@@ -280,8 +280,8 @@ class AdapterRegistry:
         if error is not None:
             self._refuse(load, error)
             return
-        done = functools.partial(self._packed, load)
-        self.reads.read(load.number, load, load.timeout_s, load.deadline, done)
+        on_read = functools.partial(self._packed, load)
+        self.reads.read(load.number, load, load.timeout_s, load.deadline, on_read)
 
     def _packed(self, load: Load, packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
         load.read_s = seconds

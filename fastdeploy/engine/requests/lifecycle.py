@@ -168,7 +168,7 @@ class RequestLifecycle:
         self.hand_over([])
 
     def refuse(self, model: ServedModel, error: FastDeployError) -> None:
-        """Tell the clients of all requests of ``model`` that these are not accepted after all."""
+        """Reject all requests of ``model`` after all."""
         groups = dict.fromkeys(request.group for request in model.requests if request.live)
         for group in groups:
             self._delivery.reject(group.client, group.add.request_id, error)
@@ -232,8 +232,8 @@ class RequestLifecycle:
                 self._scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     @handles(m.RetainedArgs)
-    def tell_known(self, args: m.RetainedArgs) -> dict[str, Any]:
-        """Tell whether a request runs here or has a retained result."""
+    def describe_retained(self, args: m.RetainedArgs) -> dict[str, Any]:
+        """Say whether a request runs here or has a retained result."""
         return {"known": self.knows(args.request_id)}
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import logging
 import time
 
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.engine.parts import EngineParts
 from fastdeploy.engine.sleep import TAGS
-from fastdeploy.engine.views.state import EngineParts
 from fastdeploy.metrics.metrics import EngineMetrics
 
 log = logging.getLogger("fastdeploy.engine")

@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastdeploy.core.request import Request, RequestState
-from fastdeploy.core.runner import Runner
-from fastdeploy.engine.adapters.registry import AdapterRegistry
-from fastdeploy.engine.leadership import Leadership
-from fastdeploy.engine.pauses.scopes import ScopeRegistry
-from fastdeploy.engine.requests.retention import Retention
-from fastdeploy.engine.updates.weight_switch import WeightSwitch
-from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.engine.parts import EngineParts
 from fastdeploy.inter_communicator.messages import PauseStatusArgs
-from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import Scheduler
 
@@ -24,27 +17,13 @@ MAX_REQUESTS = 256  # requests of one reply
 MAX_ADAPTERS = 64  # adapters of one reply
 
 
-class EngineParts(NamedTuple):
-    """The parts of one engine that are read here and by the gauges, on the loop's thread. Nothing is changed."""
-
-    runner: Runner
-    scheduler: Scheduler
-    metrics: EngineMetrics
-    retention: Retention
-    scopes: ScopeRegistry
-    adapters: AdapterRegistry
-    weights: WeightSessions
-    switch: WeightSwitch
-    leadership: Leadership
-
-
 def fleet_state(parts: EngineParts) -> dict[str, Any]:
     """Return the reply to messages.FleetStateArgs, from which a gateway builds the state of its fleet anew."""
     scheduler, scopes, adapters = parts.scheduler, parts.scopes, parts.adapters
-    pause, leadership = scopes.whole_pause, parts.leadership
+    pause, gateway_lease = scopes.whole_pause, parts.gateway_lease
     return {
-        **leadership.describe(),
-        "last_change": list(leadership.last_change),
+        **gateway_lease.describe(),
+        "last_change": list(gateway_lease.last_change),
         **scopes.whole.weights_label(),
         **parts.switch.committed()._asdict(),
         "phase": pause.phase.value,

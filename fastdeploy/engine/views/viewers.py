@@ -13,7 +13,8 @@ from typing import Any
 
 from fastdeploy.core.events import Event, EventLog
 from fastdeploy.engine.handlers import handles
-from fastdeploy.engine.views.state import EngineParts, page_requests, page_state
+from fastdeploy.engine.parts import EngineParts
+from fastdeploy.engine.views.state import page_requests, page_state
 from fastdeploy.inter_communicator.messages import EventsArgs
 
 MAX_EVENTS = 2048  # kept for the next call
