@@ -148,7 +148,7 @@ class Request:
     kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
     published_node: node of the last full block that is published in the prefix index. num_published: number of
     published full blocks. tail_published: whether the prompt's partial last block is published too.
-    sequence: the request's number at the runner, while it is in the batch. num_told_tokens, num_told_blocks: tokens and
+    sequence: the request's number at the runner, while it is in the batch. num_sent_tokens, num_sent_blocks: tokens and
     blocks that the runner knows.
     prompt_logprobs: of the part of the prompt that is computed. Sent with the first token, or with an earlier end.
     """
@@ -157,7 +157,7 @@ class Request:
         "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason", "first_kv_namespace",
         "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message",
         "model", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
-        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
+        "num_sent_blocks", "num_sent_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
         "sampling", "scope", "sequence", "served", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
@@ -190,8 +190,8 @@ class Request:
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
         self.sequence: int | None = None
-        self.num_told_tokens = 0
-        self.num_told_blocks = 0
+        self.num_sent_tokens = 0
+        self.num_sent_blocks = 0
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

@@ -38,7 +38,7 @@ from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.chat import chat_router
 from fastdeploy.http.openai.completion import completion_router
 from fastdeploy.http.openapi import DescribedApp, page
-from fastdeploy.http.ui.routes import ui_router
+from fastdeploy.http.ui.feed import ui_router
 from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
 logger = logging.getLogger(__name__)

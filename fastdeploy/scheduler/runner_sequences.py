@@ -27,19 +27,19 @@ class RunnerSequences:
         number, new = request.sequence, None
         if number is None:
             number, new = self._number(request), self._new_sequence(request)
-        untold = token_ids[request.num_told_tokens :]
-        request.num_told_tokens = len(token_ids)
+        unsent = token_ids[request.num_sent_tokens :]
+        request.num_sent_tokens = len(token_ids)
         new_blocks: list[int] = []
-        if len(blocks) > request.num_told_blocks:
-            new_blocks = blocks[request.num_told_blocks :].tolist()
-            request.num_told_blocks = len(blocks)
+        if len(blocks) > request.num_sent_blocks:
+            new_blocks = blocks[request.num_sent_blocks :].tolist()
+            request.num_sent_blocks = len(blocks)
         return ScheduledChunk(
             number,
             start,
             count,
             start + count == len(token_ids),
             request.model.served,
-            untold,
+            unsent,
             new_blocks,
             new,
             0 if request.sampling.prompt_logprobs is None else _num_prompt_logprobs(request, count),
@@ -58,7 +58,7 @@ class RunnerSequences:
             self._free.append(self._num_numbers)
             self._num_numbers += 1
         request.sequence = number = self._free.pop()
-        request.num_told_tokens = request.num_told_blocks = 0
+        request.num_sent_tokens = request.num_sent_blocks = 0
         return number
 
     def _new_sequence(self, request: Request) -> NewSequence:

@@ -65,17 +65,6 @@ class RouteTable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
-    """The parts of a request that decide whether it is allowed. port: local port of the connection. key: the key in the
-    Authorization header."""
-
-    path: str
-    port: int | None
-    key: bytes | None
-    is_upload: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class AccessPolicy:
     """The settings that decide about access. exposed: see keys.is_exposed."""
 
@@ -91,36 +80,36 @@ class AccessPolicy:
         return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
     def check(self, scope: Scope) -> FastDeployError | None:
-        """Return the :func:`refusal` of the request of ``scope``."""
+        """Return the :meth:`refusal` of the request of ``scope``."""
         path, headers = scope["path"], scope["headers"]
         _, port = scope.get("server") or (None, None)
-        return refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self)
+        return self.refusal(path, port, bearer_key(headers), is_upload(path, headers))
 
+    def refusal(self, path: str, port: int | None, key: bytes | None, is_upload: bool) -> FastDeployError | None:
+        """Return the error for a request that breaks a rule of this module, or None. port: local port of the
+        connection. key: the key in the Authorization header."""
+        known = self.routes.access_of(path)
+        access = known or Access.CONTROL
+        if access is Access.OPEN:
+            return None
+        forbidden = self._control_refusal(port, is_upload) if access is Access.CONTROL else None
+        error = forbidden or _key_refusal(key, access, self.keys)
+        if isinstance(error, Forbidden) and known is None:
+            return RouteNotFound("there is no such route")
+        return error
 
-def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
-    """Return the error for a request that breaks a rule of this module, or None."""
-    known = policy.routes.access_of(attempt.path)
-    access = known or Access.CONTROL
-    if access is Access.OPEN:
+    def _control_refusal(self, port: int | None, is_upload: bool) -> Forbidden | None:
+        if self.control_port not in (None, port):
+            return Forbidden(f"this route is answered on the control port only ({self.control_port})")
+        if self.exposed and not self.insecure_control:
+            return Forbidden(
+                "control routes are off: other machines can reach this server and it has no control key. Start it with "
+                f"--control-key FILE or {CONTROL_KEY}, or on a loopback --host; or allow it with --insecure-control"
+            )
+        if self.exposed and is_upload:
+            flags = f"--control-key FILE or {CONTROL_KEY}"
+            return Forbidden(f"uploads of weights need a control key on this server ({flags})")
         return None
-    forbidden = _control_refusal(attempt, policy) if access is Access.CONTROL else None
-    error = forbidden or _key_refusal(attempt.key, access, policy.keys)
-    if isinstance(error, Forbidden) and known is None:
-        return RouteNotFound("there is no such route")
-    return error
-
-
-def _control_refusal(attempt: Attempt, policy: AccessPolicy) -> Forbidden | None:
-    if policy.control_port not in (None, attempt.port):
-        return Forbidden(f"this route is answered on the control port only ({policy.control_port})")
-    if policy.exposed and not policy.insecure_control:
-        return Forbidden(
-            "control routes are off: other machines can reach this server and it has no control key. Start it with "
-            f"--control-key FILE or {CONTROL_KEY}, or on a loopback --host; or allow it with --insecure-control"
-        )
-    if policy.exposed and attempt.is_upload:
-        return Forbidden(f"uploads of weights need a control key on this server (--control-key FILE or {CONTROL_KEY})")
-    return None
 
 
 def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey | Forbidden | None:

@@ -63,7 +63,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     _check_template(context, body)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
-        ids = _given_tokens(context, body)
+        ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
     else:
         ids = await _rendered(context, tokenizer, body, messages)
     limit = ("max_completion_tokens", body.max_completion_tokens)
@@ -72,15 +72,6 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
     context.check_reply([sampling], [ids], body.request_fields().n)
     return generation_request(body, "chatcmpl", [ids], [sampling], text_options(context, body), arrived, adapter)
-
-
-def _given_tokens(context: ServingContext, body: ChatTokensBody) -> list[int]:
-    """Return the checked ``tokens`` of the body."""
-    ids, field = body.tokens, "tokens"
-    if not isinstance(ids, list) or (len(ids) < context.max_model_len and any(type(t) is not int for t in ids)):
-        raise InvalidField(field, "expected a list of token ids")
-    context.check_prompt(ids, field)
-    return ids
 
 
 async def _rendered(
@@ -97,10 +88,7 @@ async def _rendered(
         tools=body.tools or None,
         template=body.chat_template,
     )
-    context.check_text(text, "messages")
-    ids = await tokenizer.encode(text, bool(body.add_special_tokens))
-    context.check_prompt(ids, "messages")
-    return ids
+    return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:

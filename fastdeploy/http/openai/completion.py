@@ -73,15 +73,9 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
         if isinstance(item, str):
-            context.check_text(item, field)
-            ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
-        elif isinstance(item, list) and (len(item) >= context.max_model_len or all(type(t) is int for t in item)):
-            ids = item  # check_prompt refuses a prompt that is too long before it looks at the ids
-            await pace.spend(len(ids) // IDS_PER_WORK)
-        else:
-            raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
-        context.check_prompt(ids, field)
-        result.append(ids)
+            item = await context.encode(item, field, body.add_special_tokens is not False)
+        result.append(context.check_prompt(item, field, "a string, a list of token ids, or a list of either"))
+        await pace.spend(len(item) // IDS_PER_WORK)
     return result
 
 

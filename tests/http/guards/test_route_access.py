@@ -13,7 +13,7 @@ from fastapi.routing import iter_route_contexts
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import Access, AccessPolicy, Attempt, RouteTable, bearer_key, refusal
+from fastdeploy.http.guards.route_access import Access, AccessPolicy, RouteTable, bearer_key
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 from support.http_calls import OCTETS, answer, route_table
@@ -76,7 +76,7 @@ def bearer(key: bytes) -> dict[str, str]:
 def code(path: str, key=None, keys=NO_KEYS, host="127.0.0.1", port=8180, is_upload=False, **settings) -> str | None:
     """Return the code of the refusal, or None."""
     policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys, TABLE)
-    error = refusal(Attempt(path, port, key, is_upload), policy)
+    error = policy.refusal(path, port, key, is_upload)
     return error and error.code
 
 

@@ -185,8 +185,7 @@ def add_text_routes(router: APIRouter, context: ServingContext) -> None:
             data = parse_json(await request.body())
             ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
         elif body.prompt is not None:
-            context.check_text(body.prompt, "prompt")
-            ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
+            ids = await context.encode(body.prompt, "prompt", body.add_special_tokens)
         else:
             raise InvalidField("prompt", "expected a prompt or messages")
         reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
