@@ -160,33 +160,19 @@ function showServers() {
   });
 }
 
+// The picture is 60 seconds wide and 1 high.
 function drawSpark() {
-  const canvas = $("spark");
-  const context = canvas.getContext("2d");
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-  const ratio = devicePixelRatio || 1;
-  canvas.width = width * ratio;
-  canvas.height = height * ratio;
-  context.scale(ratio, ratio);
-  const rates = shown.rates.map((_, i, all) => {
+  const to = shown.now();
+  const rates = shown.rates.map(([at], i, all) => {
     const last = all.slice(Math.max(i - 3, 0), i + 1);
-    return [all[i][0], last.reduce((sum, [, rate]) => sum + rate, 0) / last.length];
+    return [60 - (to - at), last.reduce((sum, [, rate]) => sum + rate, 0) / last.length];
   });
   const most = Math.max(1, ...rates.map(([, rate]) => rate));
-  const to = shown.now();
-  const point = ([at, rate]) => [width - ((to - at) / 60) * width, height - 2 - (rate / most) * (height - 6)];
-  if (rates.length < 2) return;
-  const style = getComputedStyle(document.documentElement).getPropertyValue("--accent");
-  context.beginPath();
-  for (const rate of rates) context.lineTo(...point(rate));
-  context.strokeStyle = context.fillStyle = style;
-  context.lineWidth = 1.5;
-  context.lineJoin = "round";
-  context.stroke();
-  context.lineTo(point(rates.at(-1))[0], height);
-  context.lineTo(point(rates[0])[0], height);
-  context.globalAlpha = 0.12;
-  context.fill();
+  const line = rates.map(([x, rate]) => [x, 1 - rate / most]);
+  const area = line.length ? [[line[0][0], 1], ...line, [line.at(-1)[0], 1]] : [];
+  const [polygon, polyline] = $("spark").children;
+  polygon.setAttribute("points", area.join(" "));
+  polyline.setAttribute("points", line.join(" "));
 }
 
 // ------------------------------------------------------------------ what the buttons do

@@ -20,7 +20,7 @@ from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.calls import Routes, read_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import OpenSession
+from fastdeploy.http.dialects.common import OpenWeightSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
@@ -110,7 +110,7 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient, deltas: CheckpointDeltas):
         self._client, self._deltas = client, deltas
-        self._session = OpenSession(client, PLACED_BY)
+        self._session = OpenWeightSession(client, PLACED_BY)
         self.finish = self._session.commit
 
     async def init(self, info: Any) -> None:
