@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.client.connection import Connection, Connector
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.process import host_id
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.transport import Connection, Connector
 
 logger = logging.getLogger(__name__)
 MAX_REMEMBERED_CANCELS = 4096

@@ -6,6 +6,7 @@ ScheduledChunk and a Sampled are not tracked by the garbage collector, since the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -79,10 +80,11 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
-    """A token that was drawn. logprob: None unless the sequence asks for logprobs."""
+    """The tokens that a step has drawn for one sequence, at least one. logprobs: one for each token, or none unless the
+    sequence asks for logprobs."""
 
-    token_id: int
-    logprob: Logprob | None
+    token_ids: list[int]
+    logprobs: Sequence[Logprob] = ()
 
 
 class NonFinite(msgspec.Struct, frozen=True, tag=1):

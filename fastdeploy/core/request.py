@@ -230,10 +230,10 @@ class Request:
         elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
-        """Add one token that ``served`` has sampled, and return the span that labels it."""
+    def append(self, token_ids: list[int], served: ServedWeights, now: float) -> Span:
+        """Add tokens that ``served`` has sampled, and return the span that labels them."""
         at = self.num_output_tokens
-        self.token_ids.append(token_id)
+        self.token_ids += token_ids
         if served is not self.served:
             self._change_weights(at, served)
         self.first_token_at = self.first_token_at or now
@@ -242,7 +242,7 @@ class Request:
             served.version,
             served.weight_epoch,
             at,
-            at + 1,
+            at + len(token_ids),
             self.kv_recomputed,
             served.adapter_name,
             served.adapter_epoch,

@@ -48,7 +48,7 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.pacer import StepPacer
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -195,7 +195,7 @@ class CommonEngine:
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
-    def _step(self, plan: StepPlan) -> list[NewToken]:
+    def _step(self, plan: StepPlan) -> list[NewTokens]:
         if not self.events.watched_steps:
             return self._compute(plan) or []
         began, requests = self._clock(), self.scheduler.in_flight
@@ -204,7 +204,7 @@ class CommonEngine:
         self.events.add(EventKind.STEP, "", seconds=self._clock() - began, **fields)
         return tokens or []
 
-    def _compute(self, plan: StepPlan) -> list[NewToken] | None:
+    def _compute(self, plan: StepPlan) -> list[NewTokens] | None:
         """Compute one step. Return its tokens, or None if the step was given up for a pause."""
         result = self._runner.execute(plan, self._between_layers)
         if result is None:

@@ -24,9 +24,9 @@ from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
+from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.inter_communicator.fleet_key import require_fleet_key, take_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 

@@ -175,7 +175,7 @@ class LoadCall(FleetCall[m.LoadAdapterArgs]):
         if (entry := self._entry) is None:
             return
         entry.failed = True
-        self.state.note_past_adapter(entry.epoch)
+        self.state.raise_past_adapter_epoch(entry.epoch)
         if self.state.adapters.get(self.args.lora_name) is not entry:
             return
         before = entry.before

@@ -270,7 +270,7 @@ class FleetClient:
             raise errors.EngineDead("the server is shutting down")
 
     def _end_requests(self, args: m.Args) -> Ending:
-        """Let the requests that a call ends know it, and end what of them is at no replica. In one turn of the event
+        """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
         loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
         ending = Ending(args)
         for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():

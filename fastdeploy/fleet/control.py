@@ -177,7 +177,7 @@ class FleetControl:
         ]
         for session in [s for s in self.state.weight_sessions.values() if s.open and s.expires_at <= now]:
             calls.append(m.AbortUpdateArgs(session.id))
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         for args in calls:
             try:
                 self._start(args, {})

@@ -23,8 +23,8 @@ from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.rebuild import SYSTEM, StateReport, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
 from fastdeploy.fleet.transfer import Transfer
@@ -57,7 +57,7 @@ class Joiner:
         self,
         config: FleetConfig,
         state: FleetState,
-        leadership: Leadership,
+        leadership: GatewayLeadership,
         replicas: Mapping[str, Replica],
         transfer: Transfer,
     ):
@@ -78,10 +78,10 @@ class Joiner:
         while True:
             await state.until(lambda: state.changing == 0)
             revision = state.revision
-            report = replica.note(await replica.client.call(m.FleetStateArgs()))
+            report = replica.keep_report(await replica.client.call(m.FleetStateArgs()))
             if state.changing or state.revision != revision:
                 continue
-            state.note_past_adapter(report["past_adapter_epoch"])
+            state.raise_past_adapter_epoch(report["past_adapter_epoch"])
             self._check_fit(replica)
             difference = next(self._differences(replica, report), None)
             if difference is None:
@@ -117,7 +117,7 @@ class Joiner:
 
     # ------------------------------------------------------------------ differences
 
-    def _differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         """Yield the differences, in the order in which they must be mended."""
         state = self._state
         asleep, wanted = set(report["asleep"]), set(state.asleep)
@@ -138,7 +138,7 @@ class Joiner:
             yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(_make, replica, sleep))
         yield from self._hold_differences(replica, report)
 
-    def _adapter_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _adapter_differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         state = self._state
         found = {a["lora_name"]: (a["adapter_epoch"], a["fingerprint"]) for a in report["adapters"]}
         for name, (epoch, fingerprint) in found.items():
@@ -157,7 +157,7 @@ class Joiner:
             what = f"it does not know that adapter epochs up to {state.past_adapter_epoch} were used"
             yield Difference(what, partial(self._leadership.lead, replica))
 
-    def _hold_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _hold_differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         state, found = self._state, {(hold["scope"], hold["id"]): hold for hold in report["holds"]}
         for scope, hold_id in found:
             own = found[scope, hold_id]["placed_by"] == SYSTEM and hold_id != REPUBLISH  # ends with its sleep or update
@@ -171,12 +171,12 @@ class Joiner:
 
     # ------------------------------------------------------------------ mending
 
-    def _check_epoch(self, replica: Replica, report: Report) -> None:
+    def _check_epoch(self, replica: Replica, report: StateReport) -> None:
         if report["weight_epoch"] > self._state.weight_epoch:
             newer = f"its weights have epoch {report['weight_epoch']}, above {self._state.weight_epoch} of the fleet"
             raise RestartNeeded(f"replica {replica.name}: {newer}")
 
-    async def _give_weights(self, replica: Replica, report: Report) -> None:
+    async def _give_weights(self, replica: Replica, report: StateReport) -> None:
         state = self._state
         self._check_epoch(replica, report)
         if state.weight_epoch == 0 and state.fingerprint is not None:
@@ -202,8 +202,8 @@ class Joiner:
             self._lost_since = now
         return now - self._lost_since >= self._config.rebuild_s
 
-    def _restart_fleet(self, report: Report) -> None:
-        """Let the fleet begin again with the weights that the replica was started with, after nobody with the fleet's
+    def _restart_fleet(self, report: StateReport) -> None:
+        """Begin again with the weights that the replica was started with, after nobody with the fleet's
         weights came back in time. As after the restart of a single engine, the fleet is held until weights are
         published, and has a new boot id. The epoch goes on, so that it never goes back for a client."""
         state = self._state
@@ -235,7 +235,7 @@ class Joiner:
             ) from error
 
     def _forget_adapter(self, adapter: FleetAdapter) -> None:
-        """Let the fleet begin again without an adapter that nobody has. As after the restart of a single engine, its
+        """Begin again without an adapter that nobody has. As after the restart of a single engine, its
         name is not known then, and the boot id is another one."""
         state, name = self._state, adapter.args.lora_name
         if state.adapters.get(name) is not adapter:
@@ -263,7 +263,7 @@ def profile_of(replica: Replica) -> dict[str, Any]:
     return profile | {"software": client.welcome.software if client.welcome is not None else ""}
 
 
-def _is_weaker(found: Report | None, wanted: m.PauseArgs) -> bool:
+def _is_weaker(found: StateReport | None, wanted: m.PauseArgs) -> bool:
     return found is None or MODES.index(found["mode"]) < MODES.index(wanted.mode)
 
 

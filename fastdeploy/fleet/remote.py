@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 1 << 20
 READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
-SPOOL, CHUNK, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
+SPOOL, PART, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
 ADAPTER_EXPORT = "/v1/adapters/export"
 
 
@@ -53,7 +53,7 @@ def must_send(replica: Replica, source: Source) -> bool:
 
 class RemoteHosts:
     """HTTP calls to the API servers of replicas. All of them raise EngineDead if the API server cannot be reached, or
-    sends nothing for too long, and otherwise the error that it answered."""
+    sends nothing for too long, and otherwise the error it answered with."""
 
     def __init__(self, config: FleetConfig):
         import httpx  # slow to import: at the start of a gateway, and never in an API server of one engine
@@ -121,7 +121,7 @@ class RemoteHosts:
         """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
         headers = {"Content-Type": "application/octet-stream"} | _length_of(weights)
         body, params = weights.aiter_bytes(PIECE_BYTES), {"session_id": session}
-        sent = self._reply(replica, "POST", CHUNK, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
+        sent = self._reply(replica, "POST", PART, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
         async with sent as reply:
             await reply.aread()
 

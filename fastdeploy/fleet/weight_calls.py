@@ -48,7 +48,7 @@ class WeightSessionCall(FleetCall[A]):
 
     def __init__(self, args: A, context: Context):
         super().__init__(args, context)
-        self.session = self.state.find_session(args.session_id, args.placed_by)
+        self.session = self.state.find_weight_session(args.session_id, args.placed_by)
         self._ids: dict[str, str] = {}
 
     def participants(self, names: Sequence[str]) -> Sequence[str]:
@@ -68,12 +68,12 @@ class WeightSessionCall(FleetCall[A]):
         """Return the session that the replicas have found. The ids in their answers decide, because a call of
         ``placed_by`` may have been sent before the begin of its session was answered. Without an id in any answer: if
         the session that the call named has ended, this is a later one, whose begin was answered before this call."""
-        by_ids = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
+        by_ids = [self.state.weight_session_of(name, session_id) for name, session_id in self._ids.items()]
         if (found := next((session for session in by_ids if session is not None), None)) is not None:
             return found
         if self.session is None or self.session.open or self.args.session_id is not None:
             return self.session
-        later = self.state.find_session(None, self.args.placed_by)
+        later = self.state.find_weight_session(None, self.args.placed_by)
         return later if later is not None and later.begun else self.session
 
     def on_result(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class WeightSessionCall(FleetCall[A]):
     def on_rollback(self) -> None:
         self._aborts, self.session = self.must_end(), self.found()
         if self._aborts and self.session is not None:
-            self.state.close_session(self.session)
+            self.state.close_weight_session(self.session)
 
     def message_to_undo(self, name: str) -> m.Args | None:
         session_id = self.id_on(name)
@@ -119,7 +119,7 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
         self._expires_at = self.now + bounded(self.args.lease_s, 0.0) + LEASE_MARGIN_S
         self._session = same[0] if same else WeightSession(new_session_id(), self.args, {}, self._expires_at)
         if self._is_new:
-            self.state.open_session(self._session)
+            self.state.open_weight_session(self._session)
 
     def on_result(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         self._session.ids[name] = result["session_id"]
@@ -129,11 +129,11 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
 
     def on_rollback(self) -> None:
         if self._is_new or self.results:
-            self.state.close_session(self._session)
+            self.state.close_weight_session(self._session)
 
     def on_failure(self) -> None:
         if self._is_new:
-            self.state.close_session(self._session)
+            self.state.close_weight_session(self._session)
 
     def on_success(self) -> dict[str, Any]:
         session = self._session
@@ -213,7 +213,7 @@ class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
         state.source = self.whole_source()
         state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
-            state.close_session(session)
+            state.close_weight_session(session)
         return report
 
     def whole_source(self) -> FolderSource | None:
@@ -289,7 +289,7 @@ class AbortUpdateCall(FleetCall[m.AbortUpdateArgs]):
 
     def on_success(self) -> dict[str, Any]:
         for session in self._aborted:
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         ended = any(result["aborted"] for result in self.results.values())
         return {"aborted": [session.id for session in self._aborted] if ended else []}
 

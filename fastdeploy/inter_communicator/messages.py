@@ -89,8 +89,8 @@ class ResumeArgs(Args, frozen=True):
 
 
 class RenewArgs(Args, frozen=True):
-    """Let a hold end ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with HoldNotFound if
-    there is no such hold."""
+    """Set the end of a hold to ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with
+    HoldNotFound if there is no such hold."""
 
     hold_id: str
     ttl_s: float | None = None
@@ -273,7 +273,7 @@ class FenceAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Malformed(NamedTuple):
-    """Report of the transport about a message that does not fit its type. Never on the wire. call_id, request_id: one
+    """A message that does not fit its type, as the transport has found it. Never on the wire. call_id, request_id: one
     is set if the sender waits for an answer."""
 
     why: str

@@ -216,7 +216,7 @@ class AdaptersArgs(Args, frozen=True):
 
 
 class ExportAdapterArgs(Args, frozen=True):
-    """Tell where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
+    """Ask where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
     unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
     unknown name."""
 

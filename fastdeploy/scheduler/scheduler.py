@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,15 +24,24 @@ from fastdeploy.scheduler.queue import Gate, WaitingQueue
 from fastdeploy.scheduler.runner_sequences import RunnerSequences
 
 
-class NewToken(msgspec.Struct, frozen=True):
-    """One token of one request. gap_s: seconds since the token before, or since arrival for the first token."""
+class NewTokens(msgspec.Struct, frozen=True):
+    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
+    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones."""
 
     request: Request
-    token_id: int
-    logprob: Logprob | None
+    token_ids: list[int]
+    logprobs: Sequence[Logprob]
     span: Span
     first: bool
     gap_s: float
+
+
+class Ending(NamedTuple):
+    """The end of a request by one of its tokens. num_tokens: of the request, with this one."""
+
+    num_tokens: int
+    reason: FinishReason
+    stop_reason: int | None = None
 
 
 class Scheduler:
@@ -255,12 +266,12 @@ class Scheduler:
         self.in_flight = []
         self.kv.step_done()
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[NewTokens]:
         """Take in the result of a step, and return its tokens. Requests that end by a token, or with an error because
         their logits are not finite, are in ``ended``."""
         self.kv.step_done()
         now = time.time()
-        tokens: list[NewToken] = []
+        tokens: list[NewTokens] = []
         prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
@@ -270,25 +281,31 @@ class Scheduler:
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
-            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
+            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
                 continue
             if isinstance(sampled, NonFinite):
                 self._end_non_finite(request, sampled, chunk)
                 continue
-            request.prompt_logprobs += of_prompt
+            if of_prompt is not None:
+                request.prompt_logprobs += of_prompt
             if sampled is None:
                 continue
-            if self._prefilling.get(request.prompt_key) is request:
+            if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
             gap_s = now - (request.last_token_at or request.arrival)
-            token_id = sampled.token_id
-            span = request.append(token_id, chunk.served, now)
-            tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
+            token_ids, logprobs = sampled.token_ids, sampled.logprobs
+            ending = self._ending(request, token_ids)
+            if ending is not None and len(token_ids) > 1:
+                kept = ending.num_tokens - len(request.token_ids)
+                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
+            span = request.append(token_ids, chunk.served, now)
+            tokens.append(NewTokens(request, token_ids, logprobs, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
-            self._end_if_done(request, token_id, span.end)
+            if ending is not None:
+                self.end(request, ending.reason, stop_reason=ending.stop_reason)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -305,14 +322,19 @@ class Scheduler:
         for sibling in waiting:
             self.waiting.promote(sibling)
 
-    def _end_if_done(self, request: Request, token: int, num_output_tokens: int) -> None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids:
-            self.end(request, FinishReason.STOP, stop_reason=token)
-        elif token in self.eos_token_ids and not sampling.ignore_eos:
-            self.end(request, FinishReason.STOP)
-        elif num_output_tokens >= request.max_output_tokens:
-            self.end(request, FinishReason.LENGTH)
+    def _ending(self, request: Request, token_ids: list[int]) -> Ending | None:
+        """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
+        sampling, num_tokens = request.sampling, len(request.token_ids)
+        limit = request.num_prompt_tokens + request.max_output_tokens
+        for token in token_ids:
+            num_tokens += 1
+            if token in sampling.stop_token_ids:
+                return Ending(num_tokens, FinishReason.STOP, token)
+            if token in self.eos_token_ids and not sampling.ignore_eos:
+                return Ending(num_tokens, FinishReason.STOP)
+            if num_tokens >= limit:
+                return Ending(num_tokens, FinishReason.LENGTH)
+        return None
 
     # ------------------------------------------------------------------ pause and weights
 

@@ -175,8 +175,7 @@ def test_a_fleet_whose_engines_and_gateway_were_all_replaced_knows_which_adapter
 def test_a_fleet_learns_the_adapter_epochs_that_an_engine_has_used_without_it(fleet, tmp_path):
     """Such an engine may have served them as a member of a fleet whose gateway died."""
     kill(fleet, 0)
-    fleet.engines[0].start()
-    fleet.engines[0].engine.adapters.note_past_epoch(7)
+    fleet.engines[0].start(lambda engine: engine.adapters.note_past_epoch(7))
     fleet.wait_members(2)
     assert fleet.client.membership.state.past_adapter_epoch == 7
     assert load(fleet, write_adapter(tmp_path / "a", "a5")) == 8

@@ -340,7 +340,7 @@ class FakeRunner:
         banned = known.new.banned if end < known.new.banned_before else ()
         content = self.adapters[number].content if number else 0
         token = next_token(tokens, self.weights, self.info.vocab_size, banned, content)
-        return Sampled(token, Logprob(-float(token)) if known.new.sampling.logprobs is not None else None)
+        return Sampled([token], [Logprob(-float(token))] if known.new.sampling.logprobs is not None else [])
 
     def _adapters_of_kv(self, chunk: ScheduledChunk, key: tuple[str, int]) -> set[int]:
         """Return the numbers of the adapters that may have computed the KV of a sequence: those of its own steps, since

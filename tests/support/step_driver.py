@@ -35,7 +35,7 @@ class Sequence:
     computed: int = 0
     table: list[int] = field(default_factory=list)
     prompt_len: int = 0
-    logprobs: list[Logprob | None] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     non_finite: NonFinite | None = None
     number: int | None = None
     told: tuple[int, int] = (0, 0)
@@ -76,8 +76,8 @@ class Driver:
             if isinstance(sampled, NonFinite):
                 sequence.non_finite = sampled
             elif sampled is not None:
-                sequence.ids.append(sampled.token_id)
-                sequence.logprobs.append(sampled.logprob)
+                sequence.ids += sampled.token_ids
+                sequence.logprobs += sampled.logprobs
 
     def generate(self, sequences: list[Sequence], count: int, chunk: int | None = None) -> list[Sequence]:
         """Run sequences together until each has ``count`` output tokens or is non_finite, and free their blocks."""

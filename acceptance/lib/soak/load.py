@@ -46,7 +46,7 @@ class Load:
         self._seed, self._ledger = seed, ledger
         self._client = RolloutClient(url, timeout_s=3600.0, max_failures=PATIENCE, control_s=300.0)
         # The ids and bodies of all attempts are needed to read their results back.
-        self._client._http.event_hooks = {"request": [self._on_request], "response": [self._on_response]}
+        self._client.connection.http.event_hooks = {"request": [self._on_request], "response": [self._on_response]}
         self._http = httpx.AsyncClient(base_url=url, timeout=120, trust_env=False)
         self._attempts: dict[str, list[Attempt]] = defaultdict(list)
         self._prompt_tokens: dict[str, int] = {}

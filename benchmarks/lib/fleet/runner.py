@@ -169,7 +169,7 @@ class SleepingRunner:
             return None
         adapter = self._adapters[chunk.served.adapter] if chunk.served.adapter else 0
         token = next_token(known, self.weights, self.info.vocab_size, adapter)
-        return Sampled(token, Logprob(-1.0) if new.sampling.logprobs is not None else None)
+        return Sampled([token], [Logprob(-1.0)] if new.sampling.logprobs is not None else [])
 
     def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> SleepingStaging:
         return SleepingStaging(self, partial or delta)

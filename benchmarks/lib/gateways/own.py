@@ -11,7 +11,7 @@ from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher

@@ -22,7 +22,7 @@ from fastdeploy.core.plan import Sampled
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 
 MODEL = "timed"
@@ -33,7 +33,7 @@ class ClockRunner(SleepingRunner):
 
     def _sample(self, *args: Any) -> Sampled | None:
         sampled = super()._sample(*args)
-        return sampled and Sampled(sampled.token_id, Logprob(-time.monotonic()))
+        return sampled and Sampled(sampled.token_ids, [Logprob(-time.monotonic())])
 
 
 def run_engine(endpoint: str, step_s: float) -> None:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.entrypoints import engine_main
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
 
 TIMES_FILE, STALE_KV = "WAYS_TIMES_FILE", "WAYS_STALE_KV"
 
@@ -30,10 +30,11 @@ def token_times(path: Path) -> Iterator[None]:
     times: list[tuple[float, int, int]] = []
     observe = EngineMetrics.observe_tokens
 
-    def note(self: EngineMetrics, tokens: list[NewToken]) -> None:
-        observe(self, tokens)
-        if tokens:
-            times.append((time.monotonic(), len(tokens), tokens[0].span.weight_epoch))
+    def note(self: EngineMetrics, step: list[NewTokens]) -> None:
+        observe(self, step)
+        if step:
+            count = sum(len(new.token_ids) for new in step)
+            times.append((time.monotonic(), count, step[0].span.weight_epoch))
 
     try:
         with patch.object(EngineMetrics, "observe_tokens", note):

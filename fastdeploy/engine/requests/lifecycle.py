@@ -23,7 +23,7 @@ from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -126,7 +126,7 @@ class RequestLifecycle:
 
     # ------------------------------------------------------------------ out
 
-    def hand_over(self, tokens: list[NewToken]) -> None:
+    def hand_over(self, tokens: list[NewTokens]) -> None:
         """Send new tokens and final outputs, and retire ended requests. No other function retires a request."""
         ended, self._scheduler.ended = self._scheduler.ended, []
         if not tokens and not ended:

@@ -192,20 +192,21 @@ class Tracks:
             if chunk.count > 1:
                 prompts[request.name] = chunk.count
         name = "step" if sampled is not None else "step, given up for a pause"
-        tokens = len(sampled or ())
+        tokens = sum(len(new.token_ids) for new in sampled or ())
         args = {"step": plan.step_id, "sequences": len(requests), "prompt_tokens": sum(prompts.values())}
         self._complete(name, began, end, STEPS_TID, {**args, "tokens": tokens})
         for of, count in prompts.items():
             if (lane := self._lanes.get(of)) is not None:
                 self._end_tokens(lane, began)
                 self._complete(f"{count} prompt tokens", began, end, lane.tid, {"given_up": sampled is None})
-        for token in sampled or ():
-            self._token(token.request.name, token.span.version, token.request.name in prompts, began, end)
+        for new in sampled or ():
+            name, count = new.request.name, len(new.token_ids)
+            self._count_tokens(name, count, new.span.version, name in prompts, began, end)
         self._tokens += tokens
         if event.at - self._counted_at >= COUNT_EVERY_S:
             self._count(event.at, event.fields["free_blocks"])
 
-    def _token(self, name: str, version: str, after_prompt: bool, began: int, end: int) -> None:
+    def _count_tokens(self, name: str, count: int, version: str, after_prompt: bool, began: int, end: int) -> None:
         lane = self._lanes.get(name)
         if lane is None:
             return
@@ -214,7 +215,7 @@ class Tracks:
             self._end_tokens(lane, start)
             lane.version = version
             self._put("B", f"version {version}", start, lane.tid)
-        lane.tokens += 1
+        lane.tokens += count
 
     def _count(self, now: float, free_blocks: int) -> None:
         at, seconds = _us(now), now - self._counted_at if self._counted_at else 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy.core.errors import EngineDead
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.inproc_transport import InprocTransport
+from fastdeploy.inter_communicator.transport import InprocTransport
 
 
 async def test_messages_arrive_in_order_in_one_batch():

@@ -1,13 +1,12 @@
-"""Uploads of a client to one server."""
+"""Uploads of a client."""
 
 from __future__ import annotations
 
 import httpx
 import numpy as np
 
-from fastdeploy.rl import replica as replica_module
-from fastdeploy.rl import state_encoding
-from fastdeploy.rl.replica import SLICE_BYTES, Replica
+from fastdeploy.rl import connection, state_encoding
+from fastdeploy.rl.connection import SLICE_BYTES, Connection
 
 STATE = {
     "long": np.arange(SLICE_BYTES // 2 + 1, dtype=np.float32),
@@ -29,11 +28,11 @@ class Recorder(httpx.AsyncBaseTransport):
 
 async def test_an_upload_is_sent_in_slices_with_its_length_and_can_be_sent_again(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(replica_module, "http_client", lambda headers: httpx.AsyncClient(transport=recorder))
-    replica = Replica("http://server", httpx.AsyncClient())
+    monkeypatch.setattr(connection, "http_client", lambda headers: httpx.AsyncClient(transport=recorder))
+    server = Connection("http://server")
     upload = list(state_encoding.pieces(state_encoding.host_tensors(STATE)))
     for _ in range(2):
-        await replica.call("POST", "/v1/weights/chunk", upload=upload)
+        await server.call("POST", "/v1/weights/chunk", upload=upload)
     content = b"".join(upload)
     assert len(recorder.calls) == 2
     for headers, parts in recorder.calls:
