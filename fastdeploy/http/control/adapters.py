@@ -27,7 +27,7 @@ from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
 from fastdeploy.http.control.weights import in_header, passed_on, pieces
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
@@ -79,7 +79,7 @@ def adapters_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/adapters")
-    @Access.DATA
+    @RouteAccess.DATA
     async def adapters() -> Response:
         return envelope({"adapters": await known_adapters(context)})
 

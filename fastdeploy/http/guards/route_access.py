@@ -1,7 +1,7 @@
 """Access to routes: which key opens which route, and on which port.
 
-A route declares its class where it is added: ``@Access.DATA`` above its function. A route without a class is CONTROL,
-and so is any path without a route. The rules, in this order:
+A route declares its class where it is added: ``@RouteAccess.DATA`` above its function. A route without a class is
+CONTROL, and so is any path without a route. The rules, in this order:
 
 1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
@@ -32,7 +32,7 @@ from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-class Access(enum.Enum):
+class RouteAccess(enum.Enum):
     """The classes of routes. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. WATCH: shows the
     requests of other clients. CONTROL: affects other clients, reads or writes files, or computes over all weights."""
 
@@ -51,15 +51,15 @@ class RouteTable:
     """The class of each path. Built once, when all routes are known."""
 
     def __init__(self, routes: Iterable[BaseRoute]):
-        self.classes: dict[str, Access] = {}
+        self.classes: dict[str, RouteAccess] = {}
         for route in routes:
             assert isinstance(route, APIRoute)
-            access = getattr(route.endpoint, "access", Access.CONTROL)
+            access = getattr(route.endpoint, "access", RouteAccess.CONTROL)
             assert self.classes.setdefault(route.path, access) is access, f"{route.path} has two classes"
         # Routes with a parameter: the part of the path before it, and the class.
         self._below = [(path.partition("{")[0], access) for path, access in self.classes.items() if "{" in path]
 
-    def access_of(self, path: str) -> Access | None:
+    def access_of(self, path: str) -> RouteAccess | None:
         """Return the class of the route that answers ``path``, or None if there is no such route."""
         return self.classes.get(path) or next((a for start, a in self._below if path.startswith(start)), None)
 
@@ -89,10 +89,10 @@ class AccessPolicy:
         """Return the error for a request that breaks a rule of this module, or None. port: local port of the
         connection. key: the key in the Authorization header."""
         known = self.routes.access_of(path)
-        access = known or Access.CONTROL
-        if access is Access.OPEN:
+        access = known or RouteAccess.CONTROL
+        if access is RouteAccess.OPEN:
             return None
-        forbidden = self._control_refusal(port, is_upload) if access is Access.CONTROL else None
+        forbidden = self._control_refusal(port, is_upload) if access is RouteAccess.CONTROL else None
         error = forbidden or _key_refusal(key, access, self.keys)
         if isinstance(error, Forbidden) and known is None:
             return RouteNotFound("there is no such route")
@@ -112,11 +112,11 @@ class AccessPolicy:
         return None
 
 
-def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey | Forbidden | None:
+def _key_refusal(given: bytes | None, access: RouteAccess, keys: Keys) -> InvalidKey | Forbidden | None:
     wanted = keys.control or keys.data
-    if access is Access.DATA:
+    if access is RouteAccess.DATA:
         wanted = keys.data and keys.data + keys.control
-    if access is Access.WATCH:
+    if access is RouteAccess.WATCH:
         wanted = keys.data + keys.control
     if not wanted or (given is not None and _is_one_of(given, wanted)):
         return None

@@ -16,7 +16,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, parse_json, read_generation
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.protocol import (
     UNSUPPORTED,
     ChatBody,
@@ -34,12 +34,12 @@ def chat_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def chat_completions(request: Request) -> Response:
         return await answer(await read_generation(request), ChatBody)
 
     @router.post("/v1/chat/completions/tokens", openapi_extra=takes(ChatTokensBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def chat_with_tokens(request: Request) -> Response:
         """Answer a chat whose prompt the client has tokenised, as prime-rl's server does. So the tokens of earlier
         turns stay those that the model sampled."""

@@ -15,7 +15,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, read_generation
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody, generation_request, sampling_of, text_options
 from fastdeploy.http.openai.reply import OpenAIReply, work_of
 from fastdeploy.http.openapi import streams, takes
@@ -28,7 +28,7 @@ def completion_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def completions(request: Request) -> Response:
         body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)

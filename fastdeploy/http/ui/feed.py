@@ -29,7 +29,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField, ServerBusy
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.connection_limits import client_left
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.ui.sources import EngineSource, FleetSource, Source
 
 PERIOD_S = 0.25
@@ -229,7 +229,7 @@ def ui_router(client: ServingClient) -> APIRouter:
     page = (FOLDER / "index.html").read_bytes()
 
     @router.get("/ui")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def ui(request: Request) -> Response:
         """Answer the page. server: the origin of another server that the page shows too; may be repeated."""
         servers = request.query_params.getlist("server")
@@ -239,7 +239,7 @@ def ui_router(client: ServingClient) -> APIRouter:
         return Response(page, headers=headers, media_type="text/html")
 
     @router.get("/ui/events")
-    @Access.WATCH
+    @RouteAccess.WATCH
     async def events(request: Request) -> Response:
         """Stream what happens. replica: of a fleet, the one to show; without it all."""
         name = request.query_params.get("replica", "")
@@ -266,6 +266,6 @@ def _add_file(router: APIRouter, name: str, media_type: str) -> None:
     content = (FOLDER / name).read_bytes()
 
     @router.get(f"/ui/{name}")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def file() -> Response:
         return Response(content, headers=PAGE_HEADERS, media_type=media_type)

@@ -29,7 +29,7 @@ from fastdeploy.http.dialects.common import (
 )
 from fastdeploy.http.dialects.vllm import generate, weights
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import asks
 from fastdeploy.inter_communicator import messages as m
 
@@ -141,7 +141,7 @@ def _add_pause_and_abort(router: APIRouter, context: ServingContext) -> None:
         return {"status": "resumed", "report": await resume(client)}
 
     @router.get("/is_paused")
-    @Access.DATA
+    @RouteAccess.DATA
     async def is_paused() -> Response:
         return json_response(await client.call(m.PauseStatusArgs()))
 
@@ -203,7 +203,7 @@ def _add_memory(router: APIRouter, context: ServingContext) -> None:
         return {"status": "awake", **await wake(client, memory_tags(body.tags, TAGS) or EVERYTHING)}
 
     @router.get("/is_sleeping")
-    @Access.DATA
+    @RouteAccess.DATA
     async def is_sleeping() -> Response:
         sleeping = await asleep(client)
         return json_response({"is_sleeping": bool(sleeping), "asleep": sleeping})
@@ -240,13 +240,13 @@ class CheckBody(LaxBody):
 
 def _add_server(router: APIRouter, context: ServingContext) -> None:
     @router.get("/get_world_size")
-    @Access.DATA
+    @RouteAccess.DATA
     async def get_world_size() -> Response:
         """Answer 1: one replica on one device, whatever include_dp says."""
         return json_response({"world_size": 1})
 
     @router.get("/server_info", openapi_extra=asks(InfoBody))
-    @Access.DATA
+    @RouteAccess.DATA
     async def server_info(request: Request) -> Response:
         """Answer with SGLang's fields at the top level, and vLLM's below vllm_config."""
         body = await read_lenient(request, InfoBody)
@@ -301,7 +301,7 @@ def _add_weight_labels(router: APIRouter, context: ServingContext) -> None:
         return success(f"later tokens are labelled {version}", new_version=version, weight_version=version)
 
     @router.get("/weight_info")
-    @Access.DATA
+    @RouteAccess.DATA
     async def weight_info() -> Response:
         info = await client.call(m.WeightInfoArgs())
         return json_response({"weight_version": info["version"], **info})
