@@ -59,7 +59,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     adapter = context.adapter(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
-    context.check_choices(1, body.request_fields().n)
+    context.check_choices(1, body.request_fields.n)
     _check_template(context, body)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
@@ -70,7 +70,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
     sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
-    context.check_reply([sampling], [ids], body.request_fields().n)
+    context.check_reply([sampling], [ids], body.request_fields.n)
     return generation_request(body, "chatcmpl", [ids], [sampling], text_options(context, body), arrived, adapter)
 
 

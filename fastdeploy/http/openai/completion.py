@@ -50,7 +50,7 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     max_tokens = ("max_tokens", 1 if body.prompt_only else wanted)
     sampling = [sampling_of(context, body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     prompt_field = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
-    context.check_reply(sampling, prompts, body.request_fields().n, prompt_field)
+    context.check_reply(sampling, prompts, body.request_fields.n, prompt_field)
     text = text_options(context, body, body.prompt_only)
     return generation_request(body, "cmpl", prompts, sampling, text, arrived, adapter)
 
@@ -58,7 +58,7 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
 def _check_echo(body: CompletionBody) -> None:
     """Raise InvalidField for fields that leave no meaning for echo. The text of resumed tokens is both prompt and
     answer. The engine computes the logprobs of a prompt with its first choice, and other choices may stream earlier."""
-    fields = body.request_fields()
+    fields = body.request_fields
     if body.echo and fields.resumed_tokens:
         raise InvalidField("echo", "expected false with resumed_tokens")
     if body.echo and body.stream and body.logprobs is not None and fields.n > 1:
@@ -68,7 +68,7 @@ def _check_echo(body: CompletionBody) -> None:
 async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:
     """Return the prompts as token ids. ``prompt`` is a string, ids, or a list of either."""
     prompts, several = prompts_given(body)
-    context.check_choices(len(prompts), body.request_fields().n)
+    context.check_choices(len(prompts), body.request_fields.n)
     result, pace = [], context.pace()
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"

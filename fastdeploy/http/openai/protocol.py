@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -99,8 +100,9 @@ class GenerationBody(CoreFieldsBody):
         """Return the ``prompt_logprobs`` that the engine computes."""
         return self.prompt_logprobs
 
+    @cached_property
     def request_fields(self) -> RequestFields:
-        """Return the settings of the request. Raises InvalidField."""
+        """The checked settings of the request. Raises InvalidField."""
         fields = RequestFields(**given_fields(self, RequestFields))
         fields.check_fields()
         return fields
@@ -208,7 +210,7 @@ def generation_request(
 
     The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
     it names a trace, and a trace may have many requests. Raises InvalidField."""
-    fields = body.request_fields()
+    fields = body.request_fields
     if fields.resumed_tokens and len(prompts) > 1:
         raise InvalidField("resumed_tokens", "expected a single prompt")
     if fields.resumed_tokens >= len(prompts[0]):

@@ -30,12 +30,12 @@ def beyond(kind) -> object:
 def test_http_bodies_take_every_field_and_keep_its_limits(name):
     value = "x" if isinstance(FIELDS[name], msgspec.inspect.StrType) else 2
     body = parse_body({"prompt": "a", name: value}, CompletionBody, UNSUPPORTED)
-    assert getattr(body.request_fields(), name) == value
+    assert getattr(body.request_fields, name) == value
     if name != "n":  # in vLLM's body n is one of sampling_params
         asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: value})
-        assert getattr(asked.request_fields(), name) == value
+        assert getattr(asked.request_fields, name) == value
     with pytest.raises(InvalidField) as info:
-        parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED).request_fields()
+        parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED).request_fields  # noqa: B018
     assert info.value.field == name
     described = schema_of(CompletionBody)["properties"][name]["anyOf"][0]
     assert {"maxLength", "maximum"} & described.keys()
@@ -53,7 +53,7 @@ def test_the_engine_refuses_a_value_beyond_a_limit(name):
 def test_http_bodies_take_every_switch(name):
     body = parse_body({"prompt": "a", name: True}, CompletionBody, UNSUPPORTED)
     asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: True})
-    assert getattr(body.request_fields(), name) is getattr(asked.request_fields(), name) is True
+    assert getattr(body.request_fields, name) is getattr(asked.request_fields, name) is True
     with pytest.raises(InvalidField) as info:
         parse_body({"prompt": "a", name: "perhaps"}, CompletionBody, UNSUPPORTED)
     assert info.value.field == name
