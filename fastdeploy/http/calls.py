@@ -90,8 +90,8 @@ def catching(answer: ErrorAnswer) -> Callable[[Route], Route]:
 
 
 class Routes:
-    """Adds routes to ``router``. A handler gets the fields, already checked, and returns what ``reply`` makes the
-    answer of. read: one of the readers of this module."""
+    """Routes of ``router`` whose handlers get the checked fields of a call, and return the content of the answer. read:
+    one of the readers of this module. reply: makes the answer of its content."""
 
     def __init__(
         self, router: APIRouter, read: Reader = read_lenient, reply: Callable[[Any], Response] = json_response

@@ -47,7 +47,7 @@ AdapterConfig = Annotated[dict[str, Any], BeforeValidator(adapter_config)]
 
 
 class LoadBody(Body):
-    """replace: false refuses a name that is loaded."""
+    """The fields of a load. replace: false refuses a name that is loaded."""
 
     lora_name: LoraName
     lora_path: str | None = Field(None, min_length=1)
@@ -69,7 +69,7 @@ class UnloadBody(Body):
 
 
 class ExportBody(Body):
-    """file: of the PEFT folder."""
+    """The adapter to export, and the file of its PEFT folder."""
 
     lora_name: LoraName
     file: Literal["adapter_config.json", "adapter_model.safetensors"] = "adapter_model.safetensors"

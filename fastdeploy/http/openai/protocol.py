@@ -54,8 +54,8 @@ MAX_MESSAGES = 65536
 
 
 class StreamOptions(Body):
-    """include_usage: a last event without choices has the usage of the whole request. continuous_usage_stats: with
-    include_usage, every event has the usage of its choice so far, as in vLLM."""
+    """What a stream tells besides its tokens. include_usage: a last event without choices has the usage of the whole
+    request. continuous_usage_stats: with include_usage, every event has the usage of its choice so far, as in vLLM."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -109,8 +109,8 @@ class GenerationBody(CoreFieldsBody):
 
 
 class CompletionBody(GenerationBody):
-    """prompt: a string, token ids, or a list of either. echo: the text and the logprobs of each choice begin with those
-    of its prompt. Then max_tokens may be 0, to score the prompt alone."""
+    """The body of a completion. prompt: a string, token ids, or a list of either. echo: the text and the logprobs of
+    each choice begin with those of its prompt. Then max_tokens may be 0, to score the prompt alone."""
 
     prompt: Annotated[Any, described(str | list[int] | list[str] | list[list[int]])]
     logprobs: Int64 | None = None

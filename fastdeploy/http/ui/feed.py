@@ -3,7 +3,7 @@
 The page loads nothing from other hosts. Its buttons call the routes of fastdeploy/http/control.
 
 One task asks the engine for all viewers of this process, four times a second (a large fleet less often), and only while
-there is a viewer. Each viewer has a short queue. A viewer that does not read loses what comes, is told how much, and
+there is a viewer. Each viewer has a short queue. A viewer that does not read loses what comes, learns how much, and
 goes on with all requests anew. Nobody waits for such a viewer.
 
 A gateway has a feed for each replica that is viewed, and one for viewers that name none: it shows all members as one
@@ -51,7 +51,7 @@ MAX_SERVERS = 16
 
 
 class Viewer:
-    """One page. wants_requests: the next message must have all live requests."""
+    """A page that reads the feed. wants_requests: the next message must have all live requests."""
 
     def __init__(self) -> None:
         self.wants_requests = True

@@ -30,9 +30,9 @@ class NameBody(LaxBody):
 
 
 class LoadOptions(NameBody):
-    """pinned: has no effect, since every adapter stays usable. upsert: false refuses a name that is loaded. SGLang does
-    so without this field too. Here the adapter is replaced then, as on prime-rl's server, which has the same route and
-    replaces one name in each step."""
+    """The options of a load. pinned: has no effect, since every adapter stays usable. upsert: false refuses a name that
+    is loaded. SGLang does so without this field too. Here the adapter is replaced then, as on prime-rl's server, which
+    has the same route and replaces one name in each step."""
 
     pinned: bool = False
     upsert: bool | None = None

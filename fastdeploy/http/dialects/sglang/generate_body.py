@@ -33,8 +33,8 @@ GREEDY_BELOW = 1e-6
 
 
 class CustomParams(Body):
-    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field with every top_p
-    below 1, to renormalise over the same ids in training. The field needs return_logprob."""
+    """Parameters of slime. return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field
+    with every top_p below 1, to renormalise over the same ids in training. The field needs return_logprob."""
 
     return_top_p_token_ids: bool = False
 
@@ -91,8 +91,9 @@ class GenerateBody(LaxBody):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token whose log probability is returned, or -1. top: how many of the best tokens are
-    returned with each token. kept: return the ids that each token was drawn from."""
+    """The log probabilities that one prompt asks for. start: the first prompt token whose log probability is returned,
+    or -1. top: how many of the best tokens are returned with each token. kept: return the ids that each token was drawn
+    from."""
 
     wanted: bool = False
     start: int = -1
@@ -112,7 +113,8 @@ class Prompt(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """batch: the reply is a list, also for one prompt. group: the rid that the prompts of a batch share, or ""."""
+    """The prompts of one body. batch: the reply is a list, also for one prompt. group: the rid that the prompts of a
+    batch share, or ""."""
 
     prompts: list[Prompt]
     n: int

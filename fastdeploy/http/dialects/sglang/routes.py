@@ -56,7 +56,7 @@ class AbortRequestBody(LaxBody):
 
 
 class MemoryBody(LaxBody):
-    """No tags means all memory."""
+    """The kinds of memory; no tags means all of it."""
 
     tags: list[str] = []
 

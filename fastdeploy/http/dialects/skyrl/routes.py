@@ -39,7 +39,8 @@ class RpcBody(LaxBody):
 
 
 class SleepBody(Body):
-    """offload_kv: keep the KV of frozen requests. Otherwise their KV is computed again after the wake-up."""
+    """The fields of a sleep. offload_kv: keep the KV of frozen requests. Otherwise their KV is computed again after the
+    wake-up."""
 
     offload_kv: bool = True
 

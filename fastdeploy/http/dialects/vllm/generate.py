@@ -147,7 +147,8 @@ def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenizeBody(LaxBody):
-    """messages: a conversation, which is rendered and tokenised as by /v1/chat/completions."""
+    """A text, or a conversation. messages: a conversation, which is rendered and tokenised as by
+    /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None

@@ -55,7 +55,8 @@ def vllm_router(context: ServingContext) -> APIRouter:
 
 
 class LoadBody(LaxBody):
-    """load_inplace: true replaces an adapter that is loaded. version and kv are fields of our own."""
+    """The fields of a load. load_inplace: true replaces an adapter that is loaded. version and kv are fields of our
+    own."""
 
     lora_name: LoraName
     lora_path: str = Field(min_length=1)
@@ -103,8 +104,8 @@ def _adapter_error(error: FastDeployError) -> Response:
 
 
 class PauseBody(LaxBody):
-    """clear_cache: vLLM's default is true in every mode. After a pause with mode keep, the frozen requests are then
-    recomputed, which TRL relies on. wait_for_inflight_requests: an older form of mode=wait."""
+    """The fields of a pause. clear_cache: vLLM's default is true in every mode. After a pause with mode keep, the
+    frozen requests are then recomputed, which TRL relies on. wait_for_inflight_requests: an older form of mode=wait."""
 
     mode: PauseMode | None = None
     clear_cache: bool = True
@@ -112,8 +113,8 @@ class PauseBody(LaxBody):
 
 
 class AbortBody(Body):
-    """No ids, or an empty list, means every request. Unknown fields are refused, so that a misspelled field name does
-    not abort every request."""
+    """The requests to abort: no ids, or an empty list, means every request. Unknown fields are refused, so that a
+    misspelled field name does not abort every request."""
 
     request_ids: list[str] = []
 
@@ -170,14 +171,14 @@ def _as_list(value: Any) -> Any:
 
 
 class TagsBody(LaxBody):
-    """No tags means all memory."""
+    """The kinds of memory; no tags means all of it."""
 
     tags: Annotated[list[str], BeforeValidator(_as_list)] = []
 
 
 class SleepBody(TagsBody):
-    """level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must be published again.
-    mode: mode of the pause that a sleep implies."""
+    """The fields of a sleep. level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must
+    be published again. mode: mode of the pause that a sleep implies."""
 
     level: int = 1
     mode: PauseMode | None = None
@@ -228,7 +229,8 @@ class InfoBody(LaxBody):
 
 
 class VersionBody(LaxBody):
-    """SGLang's clients send abort_all_requests too. A new label aborts nothing, whatever that field says."""
+    """The new label. SGLang's clients send abort_all_requests too. A new label aborts nothing, whatever that field
+    says."""
 
     new_version: Version
 

@@ -43,9 +43,9 @@ TRANSPORT_FIELDS = frozenset(
 
 
 class StartBody(Body):
-    """is_checkpoint_format: tensors have the names and layout of a checkpoint. This server knows no other format.
-    partial: tensors that do not arrive keep their value. The default is false, since TRL finishes an update even if
-    sending it failed."""
+    """The fields of a weight session. is_checkpoint_format: tensors have the names and layout of a checkpoint. This
+    server knows no other format. partial: tensors that do not arrive keep their value. The default is false, since TRL
+    finishes an update even if sending it failed."""
 
     is_checkpoint_format: Literal[True] = True
     partial: bool = False
@@ -60,7 +60,8 @@ class FinishBody(Body):
 
 
 class UpdateInfo(SourceBody):
-    """partial, kv: for an update without a session only. In a session, /start_weight_update sets them."""
+    """The source and the label of an update. partial, kv: for an update without a session only. In a session,
+    /start_weight_update sets them."""
 
     weight_version: Version | None = None
     partial: bool = False
