@@ -36,7 +36,6 @@ from fastdeploy.fleet.weight_calls import (
     WeightInfoCall,
 )
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 
 
 class AgreeCall(FleetCall[m.Args]):
@@ -298,4 +297,4 @@ def call_for(args: m.Args, context: Context) -> FleetCall[Any]:
         return own_way(args, context)
     if args.one_member:
         return OneMemberCall(args, context)
-    return (FleetCall if args.access is Access.READ else AgreeCall)(args, context)
+    return (FleetCall if args.reads else AgreeCall)(args, context)

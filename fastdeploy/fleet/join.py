@@ -124,18 +124,20 @@ class Joiner:
         same_sleep = "weight" in asleep & wanted and report["weight_epoch"] == state.weight_epoch
         too_deep = asleep - wanted if same_sleep else asleep - (wanted - {"weight"})
         if too_deep:
-            yield Difference(f"{sorted(too_deep)} sleep", partial(_make, replica, m.WakeArgs(tags=tuple(too_deep))))
+            yield Difference(
+                f"{sorted(too_deep)} sleep", partial(replica.client.call, m.WakeArgs(tags=tuple(too_deep)))
+            )
         if not same_sleep and (report["fingerprint"] != state.fingerprint or state.fingerprint is None):
             yield Difference("it has other weights", lambda: self._give_weights(replica, report))
         found, expected = CommittedState.of(report).without_tensors(), state.committed.without_tensors()
         if found != expected:
             self._check_epoch(replica, report)
             what = f"its weights have the label {found}, not {expected}"
-            yield Difference(what, partial(_make, replica, m.SetVersionArgs(**expected)))
+            yield Difference(what, partial(replica.client.call, m.SetVersionArgs(**expected)))
         yield from self._adapter_differences(replica, report)
         if wanted - asleep:
             sleep = m.SleepArgs(tags=tuple(sorted(wanted - asleep)))
-            yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(_make, replica, sleep))
+            yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(replica.client.call, sleep))
         yield from self._hold_differences(replica, report)
 
     def _adapter_differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
@@ -149,7 +151,7 @@ class Joiner:
                 or (epoch == adapter.epoch and fingerprint != adapter.fingerprint)
             ):
                 unload = m.UnloadAdapterArgs(name)
-                yield Difference(f"it has another adapter {name!r}", partial(_make, replica, unload))
+                yield Difference(f"it has another adapter {name!r}", partial(replica.client.call, unload))
         for name, adapter in state.adapters.items():
             if found.get(name) != (adapter.epoch, adapter.fingerprint):
                 yield Difference(f"it lacks adapter {name!r}", partial(self._give_adapter, replica, adapter))
@@ -164,7 +166,7 @@ class Joiner:
             if (scope, hold_id) not in state.holds and not own:
                 resume = m.ResumeArgs(hold_id=hold_id, scope=scope)
                 what = f"hold {hold_id!r} of {scope} stands on it"
-                yield Difference(what, partial(_make, replica, resume))
+                yield Difference(what, partial(replica.client.call, resume))
         missing = [key for key, hold in state.holds.items() if _is_weaker(found.get(key), hold.args)]
         if missing:
             yield Difference(f"it lacks the holds {missing}", lambda: self._place(replica, missing))
@@ -265,7 +267,3 @@ def profile_of(replica: Replica) -> dict[str, Any]:
 
 def _is_weaker(found: StateReport | None, wanted: m.PauseArgs) -> bool:
     return found is None or MODES.index(found["mode"]) < MODES.index(wanted.mode)
-
-
-async def _make(replica: Replica, args: m.Args) -> None:
-    await replica.client.call(args)

@@ -113,15 +113,12 @@ class FleetState:
     boot_id: str = ""
     releasing: list[dict[tuple[str, str], FleetHold]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("revision", "changing"):
-            for waiter in self.__dict__.get("_waiters", ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+        if name in ("revision", "changing") and "_changed" in self.__dict__:
+            self._changed.set()
 
     @property
     def committed(self) -> CommittedState:
@@ -136,12 +133,8 @@ class FleetState:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` is true. Looked at after each change of ``revision`` or ``changing``."""
         while not condition():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.remove(waiter)
+            self._changed.clear()
+            await self._changed.wait()
 
     def replace(self, other: FleetState) -> None:
         """Take over the content of ``other``, in a new revision."""

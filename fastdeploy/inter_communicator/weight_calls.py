@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source, WholeSource
-from fastdeploy.inter_communicator.control_call import Access, Args
+from fastdeploy.inter_communicator.control_call import Args
 
 
 class UpdateWeightsArgs(Args, frozen=True):
@@ -212,7 +212,7 @@ class AdaptersArgs(Args, frozen=True):
     """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version",
     "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes", "in_memory", "requests"]}."""
 
-    access = Access.READ
+    reads = True
 
 
 class ExportAdapterArgs(Args, frozen=True):
@@ -220,7 +220,7 @@ class ExportAdapterArgs(Args, frozen=True):
     unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
     unknown name."""
 
-    access = Access.ANYONE
+    leader_only = False
     one_member = True
 
     lora_name: str

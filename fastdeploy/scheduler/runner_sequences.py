@@ -10,7 +10,7 @@ from fastdeploy.core.runner import ModelInfo
 
 
 class RunnerSequences:
-    """Makes the chunks of a plan. A chunk tells the runner only what the runner does not know of a request.
+    """Makes the chunks of a plan. A chunk has only what the runner does not know of a request.
 
     eos_token_ids: a new sequence may not draw these before it has min_tokens."""
 
@@ -21,8 +21,8 @@ class RunnerSequences:
         self._num_numbers = 0
 
     def chunk(self, request: Request, count: int) -> ScheduledChunk:
-        """Return the chunk of the next ``count`` tokens, with all that the runner has not been told of the request. The
-        plan must reach the runner, even if the step is given up, since nothing is told twice."""
+        """Return the chunk of the next ``count`` tokens, with all that the runner does not know of the request. The
+        plan must reach the runner, even if the step is given up, since nothing is sent twice."""
         start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
         number, new = request.sequence, None
         if number is None:
@@ -46,8 +46,7 @@ class RunnerSequences:
         )
 
     def forget(self, request: Request) -> None:
-        """Take back the number of a request. The next chunk of the request tells the runner all again, and the request
-        keeps its KV."""
+        """Take back the number of a request, which keeps its KV. Its next chunk has all again."""
         if request.sequence is not None:
             self._free.append(request.sequence)
             request.sequence = None

@@ -38,7 +38,7 @@ from fastdeploy.core.weight_source import (
 PICKLED = "adapter_model.bin"
 PREFIX = "fastdeploy-adapters-"
 MAX_CONFIG_BYTES = 1 << 20
-PIECE = 1 << 26  # bytes that one system call copies
+BYTES_PER_CALL = 1 << 26
 
 
 class AdapterStore:
@@ -161,12 +161,12 @@ class AdapterStore:
                 limit = f"more than the {self._max_bytes} bytes of --adapter-memory-mb"
                 raise _refused(ADAPTER_TENSORS, f"has {size} bytes, {limit}")
             with new_file(os.path.join(path, ADAPTER_TENSORS), 0o600) as target:
-                done = 0
-                while done < size:
-                    piece = os.sendfile(target.fileno(), source, done, min(size - done, PIECE))
-                    if piece == 0:
-                        raise _refused(ADAPTER_TENSORS, f"is cut short: it ended after {done} of {size} bytes")
-                    done += piece
+                copied = 0
+                while copied < size:
+                    sent = os.sendfile(target.fileno(), source, copied, min(size - copied, BYTES_PER_CALL))
+                    if sent == 0:
+                        raise _refused(ADAPTER_TENSORS, f"is cut short: it ended after {copied} of {size} bytes")
+                    copied += sent
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_room(self._parent, error) from error

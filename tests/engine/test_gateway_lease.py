@@ -14,9 +14,8 @@ from engine.weight_calls import assert_serves
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.leadership import Leadership
+from fastdeploy.engine.gateway_lease import GatewayLease
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 from support.harness import PROMPT, Harness
 
 W1 = FolderSource("/w1")
@@ -66,7 +65,7 @@ def refusal(h: Harness, args: m.Args, client: str = "a") -> m.Failure:
 
 def test_every_call_says_who_may_make_it_and_every_call_that_needs_the_leader_is_tried_here():
     calls = set(m.Args.__subclasses__())
-    assert {call for call in calls if call.access is Access.LEADER} == {type(args) for args in CHANGES}
+    assert {call for call in calls if call.leader_only and not call.reads} == {type(args) for args in CHANGES}
     assert all(args.needs_leader() for args in CHANGES) and not any(args.needs_leader() for args in READS)
 
 
@@ -263,7 +262,7 @@ class LeadershipMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now, self.clients = 100.0, {"x", "y", "z"}
-        self.leadership = Leadership(lambda: self.now, self.clients)
+        self.gateway_lease = GatewayLease(lambda: self.now, self.clients)
         self.leader: tuple[str, str, int, float] | None = None  # client, controller, term, end of the lease
 
     @rule(
@@ -280,7 +279,7 @@ class LeadershipMachine(RuleBasedStateMachine):
             free = leads not in self.clients or self.now >= ends
             allowed = term >= in_force if controller == holder else term > in_force and free
         try:
-            self.leadership.lead(m.LeadArgs("f", controller, term, float(lease_s)), client)
+            self.gateway_lease.lead(m.LeadArgs("f", controller, term, float(lease_s)), client)
         except NotLeader:
             assert not allowed
         else:
@@ -300,7 +299,7 @@ class LeadershipMachine(RuleBasedStateMachine):
         allowed = set()
         for client in "xyz":
             with contextlib.suppress(NotLeader):
-                self.leadership.check(m.PauseArgs(), client)
+                self.gateway_lease.check(m.PauseArgs(), client)
                 allowed.add(client)
         assert allowed == (set("xyz") if self.leader is None else {self.leader[0]})
 
