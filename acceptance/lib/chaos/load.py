@@ -100,7 +100,7 @@ class Load:
 
     def _read(self, stream: RequestStream, answer: Answer) -> None:
         """Take over what the stream has. Raises its error."""
-        for output in stream.take():
+        for output in stream.read():
             answer.add(output, self._ledger)
             self._ledger.counts["tokens"] += len(output.token_ids)
 
