@@ -30,8 +30,8 @@ from benchmarks.lib.client import Client
 from benchmarks.lib.contenders import RunningEngines
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
-from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
+from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.lib.update import Delta, Folder, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
 

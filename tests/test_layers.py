@@ -56,7 +56,6 @@ INSIDE = (
     "benchmarks.lib.fleet",  # a fleet of engines without a model
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
-    "benchmarks.lib.ways.serve",
     "benchmarks.ops",
     "benchmarks.scoring",
     "benchmarks.step",

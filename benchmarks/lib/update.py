@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.lib.checkpoint import Checkpoint, Flips
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.client import Client, ServerError
 
 
 @dataclass

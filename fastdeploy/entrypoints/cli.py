@@ -26,7 +26,7 @@ from fastdeploy.entrypoints.fleet_flags import (
 from fastdeploy.entrypoints.process_tree import ProcessTree
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, pop_fleet_key
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
 
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.fleet_key import require_fleet_key, pop_fleet_key
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key, require_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 logger = logging.getLogger(__name__)

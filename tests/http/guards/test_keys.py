@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, read_keys, pop_keys
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, pop_keys, read_keys
 
 SECRET = "sk-do-not-show-me"
 
