@@ -91,7 +91,7 @@ class EngineClient:
         self._connector.close()
 
     def cut(self, why: str) -> None:
-        """Fail everything that is open with EngineDead, at once, and receive nothing more. :meth:`close` must follow."""
+        """Fail everything that is open with EngineDead, at once, and receive nothing more. ``close`` must follow."""
         self._is_cut, self._connection = True, None
         self._disconnect(errors.EngineDead(why))
         if self._task is not None:
