@@ -33,12 +33,12 @@ from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import Access, AccessPolicy, RouteTable
+from fastdeploy.http.guards.route_access import AccessPolicy, RouteAccess, RouteTable
 from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.chat import chat_router
 from fastdeploy.http.openai.completion import completion_router
 from fastdeploy.http.openapi import DescribedApp, page
-from fastdeploy.http.ui.routes import ui_router
+from fastdeploy.http.ui.feed import ui_router
 from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,12 @@ def docs_router(app: FastAPI) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/openapi.json")
-    @Access.OPEN
+    @RouteAccess.OPEN
     def openapi() -> Response:
         return json_response(app.openapi())
 
     @router.get("/docs")
-    @Access.OPEN
+    @RouteAccess.OPEN
     def docs() -> Response:
         return HTMLResponse(page(app.openapi()))
 

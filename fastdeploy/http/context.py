@@ -105,10 +105,6 @@ class ServingContext:
         most = max((top for top, _ in asked), default=None)
         check_prompt_logprobs(most, sum(num_tokens for _, num_tokens in asked), prompt_field)
 
-    def check_text(self, text: str, field: str) -> None:
-        """Raise ContextLengthExceeded if ``text`` is longer than a full context of the longest tokens."""
-        self.check_length(len(text), field)
-
     def check_length(self, characters: int, field: str) -> None:
         """Raise ContextLengthExceeded if so many characters are more than a full context of the longest tokens has."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
@@ -116,10 +112,19 @@ class ServingContext:
             asked = f"{characters} characters, more than so many tokens can have"
             raise ContextLengthExceeded(field, self.max_model_len, asked)
 
-    def check_prompt(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField unless ``ids`` is a valid prompt, and ContextLengthExceeded unless the prompt leaves room
-        for one token of output."""
+    async def encode(self, text: str, field: str, special_tokens: bool = True) -> list[int]:
+        """Tokenise a text. Raises ContextLengthExceeded for one that is too long for any prompt."""
+        self.check_length(len(text), field)
+        return await self.require_tokenizer(field).encode(text, special_tokens)
+
+    def check_prompt(self, ids: Any, field: str, expected: str = "token ids") -> list[int]:
+        """Return ``ids``. Raises InvalidField unless they are a valid prompt, and ContextLengthExceeded unless the
+        prompt leaves room for one token of output. A prompt that is too long is refused before its ids are checked."""
+        is_list = isinstance(ids, list)
+        if not is_list or (len(ids) < self.max_model_len and any(type(token) is not int for token in ids)):
+            raise InvalidField(field, f"expected {expected}")
         check_prompt(ids, self.max_model_len, self.vocab_size, field)
+        return ids
 
     @property
     def vocab_size(self) -> int:

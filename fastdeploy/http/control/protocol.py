@@ -23,7 +23,7 @@ from fastdeploy.http.openapi import described
 PauseMode = Literal["abort", "wait", "keep"]
 LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]
-SessionId = Annotated[str, Field(min_length=1)]
+WeightSessionId = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
@@ -162,18 +162,18 @@ class BeginBody(UpdateOptions):
 
 
 class ChunkBody(SourceBody):
-    session_id: SessionId
+    session_id: WeightSessionId
 
 
 class CommitBody(Body):
-    session_id: SessionId
+    session_id: WeightSessionId
     version: Version | None = None
     kv: Kv | None = None
     fingerprint: FingerprintOverAll | None = None
 
 
 class AbortUpdateBody(Body):
-    session_id: SessionId | None = None
+    session_id: WeightSessionId | None = None
 
 
 class WeightInfoBody(Body):

@@ -50,7 +50,7 @@ def memory_tags(tags: Iterable[str], names: Mapping[str, str | None]) -> tuple[s
     return tuple(dict.fromkeys(name for tag in tags if (name := names[tag]) is not None))
 
 
-class OpenSession:
+class OpenWeightSession:
     """The weight session of a dialect whose calls name no session, and may reach any API server: the engine knows which
     one is open. placed_by: the name of the dialect."""
 

@@ -18,7 +18,7 @@ from fastdeploy.http.calls import Routes, catching, read_body
 from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
 from fastdeploy.http.checkpoint_deltas.pulls import Pulls
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import OpenSession, place_pause, sglang_error, success
+from fastdeploy.http.dialects.common import OpenWeightSession, place_pause, sglang_error, success
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
     VersionedBody,
@@ -151,7 +151,7 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient):
         self._client = client
-        self._session = OpenSession(client, PLACED_BY)
+        self._session = OpenWeightSession(client, PLACED_BY)
 
     async def begin(self) -> dict[str, Any]:
         return await self._session.begin(partial=True)

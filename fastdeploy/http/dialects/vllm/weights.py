@@ -20,7 +20,7 @@ from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.calls import Routes, read_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import OpenSession
+from fastdeploy.http.dialects.common import OpenWeightSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
@@ -43,9 +43,9 @@ TRANSPORT_FIELDS = frozenset(
 
 
 class StartBody(Body):
-    """is_checkpoint_format: tensors have the names and layout of a checkpoint. This server knows no other format.
-    partial: tensors that do not arrive keep their value. The default is false, since TRL finishes an update even if
-    sending it failed."""
+    """The fields of a weight session. is_checkpoint_format: tensors have the names and layout of a checkpoint. This
+    server knows no other format. partial: tensors that do not arrive keep their value. The default is false, since TRL
+    finishes an update even if sending it failed."""
 
     is_checkpoint_format: Literal[True] = True
     partial: bool = False
@@ -60,7 +60,8 @@ class FinishBody(Body):
 
 
 class UpdateInfo(SourceBody):
-    """partial, kv: for an update without a session only. In a session, /start_weight_update sets them."""
+    """The source and the label of an update. partial, kv: for an update without a session only. In a session,
+    /start_weight_update sets them."""
 
     weight_version: Version | None = None
     partial: bool = False
@@ -110,7 +111,7 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient, deltas: CheckpointDeltas):
         self._client, self._deltas = client, deltas
-        self._session = OpenSession(client, PLACED_BY)
+        self._session = OpenWeightSession(client, PLACED_BY)
         self.finish = self._session.commit
 
     async def init(self, info: Any) -> None:
