@@ -124,8 +124,8 @@ class Runner(Protocol):
         finite changes no bit of other chunks.
 
         ``between_layers`` is called now and then while the step computes. If it returns True, the step is given up and
-        the result is None. The copies are made in that case, the runner knows all that the plan tells of sequences, and
-        the KV at the plan's positions may be overwritten. Nothing else has changed."""
+        the result is None. The copies are made in that case, the runner knows what the plan says of sequences, and the
+        KV at the plan's positions may be overwritten. Nothing else has changed."""
         ...
 
     def begin_update(self, partial: bool, delta: bool = False) -> Staging:
