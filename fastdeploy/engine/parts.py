@@ -19,6 +19,7 @@ from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.requests.retention import RetainedLog, Retention
 from fastdeploy.engine.sleep import Sleeper
+from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
@@ -42,6 +43,7 @@ class EngineParts(NamedTuple):
     admission: AdmissionControl
     switch: WeightSwitch
     weights: WeightSessions
+    weight_info: WeightInfo
     sleeper: Sleeper
     gateway_lease: GatewayLease
 
@@ -76,6 +78,7 @@ def build_parts(
     pause, clients = scopes.whole_pause, delivery.clients
     switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
     weights = WeightSessions(runner, switch, pause, policy, wake, clock, timeout_s, clients, events)
+    weight_info = WeightInfo(runner, scopes.whole, switch.committed, weights, timeout_s, policy.upload_folders)
     sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
     return EngineParts(
         events,
@@ -90,6 +93,7 @@ def build_parts(
         admission,
         switch,
         weights,
+        weight_info,
         sleeper,
         GatewayLease(clock, clients),
     )
