@@ -86,7 +86,7 @@ async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
     return Options(**chosen | {"model": model, "streams": streams, "running": running, "max_tokens": room})
 
 
-def judge_speed(outcome: Outcome, most: float | None) -> list[Check]:
+def check_speed(outcome: Outcome, most: float | None) -> list[Check]:
     if most is None:
         return []
     return [
@@ -127,7 +127,7 @@ async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
         for (name, url), mine in zip(servers, outcomes, strict=True):
             mine.append(await measure_server(DIALECTS[name](Client(url)), url, args, printer))
     for outcome in outcomes[0]:
-        speed = judge_speed(outcome, args.max_pause_steps)
+        speed = check_speed(outcome, args.max_pause_steps)
         outcome.checks += speed
         show_checks(printer, speed)
     reports = [report(name, url, mine, printer) for (name, url), mine in zip(servers, outcomes, strict=True)]
