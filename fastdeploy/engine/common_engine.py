@@ -21,7 +21,7 @@ from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, Req
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.process import VERSION, host_id
-from fastdeploy.core.request import FinishReason
+from fastdeploy.core.request import FinishReason, NewTokens
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.field_checks import check_label
@@ -31,12 +31,10 @@ from fastdeploy.engine.parts import build_parts
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
-from fastdeploy.engine.views.state import fleet_state
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers
+from fastdeploy.engine.views.viewers import Viewers, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.scheduler.scheduler import NewTokens
 
 log = logging.getLogger("fastdeploy.engine")
 

@@ -17,13 +17,13 @@ from typing import Any
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.process import check_integrity
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
+from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
+from fastdeploy.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
