@@ -154,7 +154,7 @@ class KVCacheManager:
     def _give_back(self, blocks: Iterable[int]) -> None:
         self.pool.release(blocks, self.index.__contains__)
 
-    def step_done(self) -> None:
+    def release_copied(self) -> None:
         """Release the sources of copies. Call when the planned step, or at least its copies, has run."""
         if self._pinned:
             self._give_back(self._pinned)

@@ -55,7 +55,7 @@ class AdmissionControl:
 
     def add(self, client: str, add: AddRequest) -> None:
         """Accept a request, or attach ``client`` to the retained request of the same id, or reject the request.
-        An exception that is not a FastDeployError is raised again after the client was told."""
+        An exception that is not a FastDeployError is raised again after the client has got it."""
         try:
             if (record := self._retention.find(add)) is not None:
                 self._lifecycle.attach(client, record)

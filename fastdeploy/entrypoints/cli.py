@@ -26,7 +26,7 @@ from fastdeploy.entrypoints.fleet_flags import (
 from fastdeploy.entrypoints.process_tree import ProcessTree
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, take_fleet_key
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
 
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def make_parent(
 ) -> ProcessTree:
     """Return the parent process of the command. Raises InvalidField, which names a setting."""
     put_fleet_key(args.fleet_key_file, os.environ)
-    fleet_key = take_fleet_key(os.environ)
+    fleet_key = pop_fleet_key(os.environ)
     if args.command == "serve":
         require_fleet_key(engine.fleet_endpoint, fleet_key)
         return Supervisor(engine, serve, engine_module, keys, fleet_key=fleet_key)

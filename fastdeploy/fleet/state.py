@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from msgspec.structs import replace
 
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
@@ -117,7 +117,7 @@ class WeightSession:
     open: bool = True
     begun: bool = False
     parts: int = 0
-    source: WholeSource | None = None
+    source: Source | None = None
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class FleetState:
     version: str = ""
     fingerprint: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    source: WholeSource | None = None
+    source: Source | None = None
     hold_calls: OverlappingCalls[HoldKey, FleetHold] = field(default_factory=OverlappingCalls)
     adapter_calls: OverlappingCalls[str, FleetAdapter] = field(default_factory=OverlappingCalls)
     past_adapter_epoch: int = 0

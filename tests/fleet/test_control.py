@@ -217,7 +217,7 @@ async def test_every_step_of_a_call_has_one_number_on_all_members():
             await replica.client.call(m.LeadArgs("fleet-1", "me", 3, 30.0))
         for args, number in ((m.PauseArgs("keep"), 1), (m.PauseStatusArgs(), 1), (update(1), 3)):
             await stack.control.call(args)
-            changes = stack.in_engines(lambda engine: engine.leadership.last_change)
+            changes = stack.in_engines(lambda engine: engine.gateway_lease.last_change)
             assert changes == {"r0": (3, number), "r1": (3, number)}
 
 
@@ -237,7 +237,7 @@ async def test_a_gateway_whose_replicas_another_one_leads_fences_nobody():
             other = await replica.client.call(m.LeadArgs("fleet-1", "other", 1, 30.0))
             assert other["term"] == 1
         for fake in stack.engines:
-            fake.engine.leadership.gateway = "another connection"
+            fake.engine.gateway_lease.gateway = "another connection"
         with pytest.raises(NotLeader):
             await stack.control.call(m.PauseArgs("keep"))
         with pytest.raises(NotLeader):

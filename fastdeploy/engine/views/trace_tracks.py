@@ -90,9 +90,9 @@ class Tracks:
     def feed(self, event: Event) -> list[TraceEvent]:
         self._last_us = _us(event.at)
         self._feed[event.kind](event)
-        return self.take()
+        return self.drain()
 
-    def take(self) -> list[TraceEvent]:
+    def drain(self) -> list[TraceEvent]:
         """Return the trace events since the last call."""
         out, self._out = self._out, []
         return out
@@ -100,7 +100,7 @@ class Tracks:
     def mark(self, name: str, **args: Any) -> list[TraceEvent]:
         """Return a mark across all tracks, at the time of the last event."""
         self._put("i", name, self._last_us, STEPS_TID, s="g", args=args)
-        return self.take()
+        return self.drain()
 
     def end(self) -> list[TraceEvent]:
         """Return the ends of all open slices, at the time of the last event."""
@@ -108,7 +108,7 @@ class Tracks:
             self._leave(lane, self._last_us, {"why": "the trace ends"})
         for cat, of in list(self._spans):
             self._close(cat, of, self._last_us)
-        return self.take()
+        return self.drain()
 
     # ------------------------------------------------------------------ requests
 
@@ -120,12 +120,12 @@ class Tracks:
         self._close("waiting", event.name, at)
         if (lost := self._lanes.pop(event.name, None)) is not None:  # the end of its lane is missing
             self._leave(lost, at, {})
-        lane = self._lanes[event.name] = Lane(self._take_tid())
+        lane = self._lanes[event.name] = Lane(self._next_tid())
         self._put("B", event.name, at, lane.tid, args=event.fields)
         if (flow := self._flows.pop(event.name, None)) is not None:
             self._put("f", "preempted", at, lane.tid, cat="preempted", id=flow, bp="e")
 
-    def _take_tid(self) -> int:
+    def _next_tid(self) -> int:
         if self._free:
             return heapq.heappop(self._free)
         tid = FIRST_LANE_TID + self._num_lanes

@@ -19,9 +19,9 @@ from fastdeploy.inter_communicator import messages as m
 log = logging.getLogger("fastdeploy.engine")
 
 
-class Leadership:
-    """The connection that leads, with its term and its lease. clock: monotonic seconds. clients: those that are
-    connected. last_change: (term, number) of the last change of the fleet that came, see messages.Call."""
+class GatewayLease:
+    """The connection that leads this engine, with its term and its lease. clock: monotonic seconds. clients: those that
+    are connected. last_change: (term, number) of the last change of the fleet that came, see messages.Call."""
 
     def __init__(self, clock: Callable[[], float], clients: Container[str]):
         self._clock = clock
@@ -60,7 +60,7 @@ class Leadership:
             raise self._refusal("this call changes the state of the engine")
 
     def note_change(self, change: int, client: str) -> None:
-        """Note that a call of the leader has come as a change of the whole fleet. 0 = it is none."""
+        """Record that a call of the leader is change number ``change`` of the whole fleet. 0 = it is none."""
         if change and client == self.gateway:
             self.last_change = max(self.last_change, (self.term, change))
 

@@ -14,7 +14,7 @@ from engine.weight_calls import assert_serves
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.leadership import Leadership
+from fastdeploy.engine.gateway_lease import GatewayLease
 from fastdeploy.inter_communicator import messages as m
 from support.harness import PROMPT, Harness
 
@@ -25,7 +25,7 @@ CHANGES = [
     m.RenewArgs("x"),
     m.UpdateWeightsArgs(W1),
     m.BeginUpdateArgs(),
-    m.UpdateChunkArgs(None, W1, placed_by="native"),
+    m.UpdatePartArgs(None, W1, placed_by="native"),
     m.CheckUpdateArgs(),
     m.CommitUpdateArgs("s"),
     m.AbortUpdateArgs(),
@@ -114,8 +114,8 @@ def test_an_upload_that_names_its_session_comes_from_any_connection():
     h = led()
     session = h.ask(m.BeginUpdateArgs(), GATEWAY).result["session_id"]
     assert h.ask(m.CheckUpdateArgs(session)).failure is None
-    assert h.ask(m.UpdateChunkArgs(session, W1), rounds=2).failure is None
-    refusal(h, m.UpdateChunkArgs(None, W1, placed_by="native"))
+    assert h.ask(m.UpdatePartArgs(session, W1), rounds=2).failure is None
+    refusal(h, m.UpdatePartArgs(None, W1, placed_by="native"))
     refusal(h, m.CommitUpdateArgs(session))
     assert h.ask(m.CommitUpdateArgs(session), GATEWAY, rounds=2).failure is None
     assert_serves(h, 1)
@@ -262,7 +262,7 @@ class LeadershipMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now, self.clients = 100.0, {"x", "y", "z"}
-        self.leadership = Leadership(lambda: self.now, self.clients)
+        self.gateway_lease = GatewayLease(lambda: self.now, self.clients)
         self.leader: tuple[str, str, int, float] | None = None  # client, controller, term, end of the lease
 
     @rule(
@@ -279,7 +279,7 @@ class LeadershipMachine(RuleBasedStateMachine):
             free = leads not in self.clients or self.now >= ends
             allowed = term >= in_force if controller == holder else term > in_force and free
         try:
-            self.leadership.lead(m.LeadArgs("f", controller, term, float(lease_s)), client)
+            self.gateway_lease.lead(m.LeadArgs("f", controller, term, float(lease_s)), client)
         except NotLeader:
             assert not allowed
         else:
@@ -299,7 +299,7 @@ class LeadershipMachine(RuleBasedStateMachine):
         allowed = set()
         for client in "xyz":
             with contextlib.suppress(NotLeader):
-                self.leadership.check(m.PauseArgs(), client)
+                self.gateway_lease.check(m.PauseArgs(), client)
                 allowed.add(client)
         assert allowed == (set("xyz") if self.leader is None else {self.leader[0]})
 
