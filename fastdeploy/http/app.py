@@ -39,7 +39,7 @@ from fastdeploy.http.openai.chat import chat_router
 from fastdeploy.http.openai.completion import completion_router
 from fastdeploy.http.openapi import DescribedApp, page
 from fastdeploy.http.ui.feed import ui_router
-from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
+from fastdeploy.http.upload import remove_leftovers
 
 logger = logging.getLogger(__name__)
 # The groups of routes, in the order of /docs.
@@ -68,7 +68,6 @@ def create_app(
         client.start().add_done_callback(_end_process)
         yield
         await client.close()
-        upload_files.close()
 
     app = DescribedApp(
         title="FastDeploy",
@@ -80,8 +79,7 @@ def create_app(
         openapi_url=None,
     )
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
-    upload_files = UploadFiles(config)
-    context = ServingContext(client, tokenizer, config, uploads, upload_files)
+    context = ServingContext(client, tokenizer, config, uploads)
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:

@@ -19,7 +19,6 @@ from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prom
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.upload_files import UploadFiles
 
 # Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
 # tokens is refused before it is tokenised.
@@ -33,14 +32,12 @@ MAX_CHOICES = 4096  # of all prompts of one HTTP request
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. upload_files: files through which uploads reach the engine. slice_lock: see
-    Pace."""
+    uploads: places for weight uploads. slice_lock: see Pace."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    upload_files: UploadFiles
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:

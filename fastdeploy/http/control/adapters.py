@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.calls import Routes, envelope, read
@@ -148,7 +148,7 @@ async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[WholeSource]:
+async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[Source]:
     """Yield the source that the call names. An uploaded body is kept in a file while the block runs."""
     upload = is_upload(request)
     if [upload, body.shared_memory is not None, body.lora_path is not None].count(True) != 1:

@@ -95,7 +95,7 @@ function showWeights({ session, adapters, num_adapters, scopes }) {
     ? { session: session.session_id, state: session.state, version: session.version ?? "–",
         received: `${bytes(session.nbytes_received)} in ${plural(session.tensors_received, "tensor")}`,
         "opened by": session.placed_by, age: seconds(session.age_s), "lease ends in": seconds(session.lease_left_s),
-        kind: [session.delta && "delta", session.partial && "partial", session.in_place && "in place"]
+        kind: [session.delta && "delta", session.partial && "partial"]
           .filter(Boolean).join(", ") || "full" }
     : { session: "none is open" };
   $("session").replaceChildren(...Object.entries(facts).map(([name, value]) => fact(name, value)));

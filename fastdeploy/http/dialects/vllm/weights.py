@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.calls import Routes, read_fields
 from fastdeploy.http.context import ServingContext
@@ -24,8 +24,7 @@ from fastdeploy.http.dialects.common import OpenWeightSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import admitted_upload, is_upload
-from fastdeploy.http.upload_stream import upload_part, upload_update
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
@@ -96,7 +95,7 @@ class InitBody(LaxBody):
 
 
 class Part(NamedTuple):
-    source: WholeSource
+    source: Source
     info: UpdateInfo
 
     def update(self) -> m.UpdateWeightsArgs:
@@ -153,15 +152,14 @@ class WeightUpdates:
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
         check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
-        async with admitted_upload(context, check) as admitted:
-            session_id, streams = admitted["session_id"], admitted["streams"]
+        async with admitted_upload(context, check) as session_id:
             if session_id is not None:
                 _refuse_session_fields(info)
+            async with spooled_upload(request, context) as source:
+                if session_id is None:
+                    return await self._client.call(Part(source, info).update())
                 fields = {"version": info.weight_version, **_part_fields(info)}
-                return await upload_part(request, context, session_id, fields, streams)
-            return await upload_update(
-                request, context, begin, _part_fields(info), lambda source: Part(source, info).update(), streams
-            )
+                return await self._client.call(m.UpdatePartArgs(session_id, source, **fields))
 
 
 def _part_fields(info: UpdateInfo) -> dict[str, Any]:
