@@ -225,7 +225,6 @@ class Sleeper:
             self._weights.hold_for_republish(locked=NO_WEIGHTS)
         elif WEIGHT in tags:
             self._weights.refresh_standby()  # the sleep has freed the standby copy
-            self._weights.release_in_place_hold()
         self._release_hold_if_unused()
         return {**self._state(), "state": self._pause.phase.value, "still_held_by": list(self._pause.holds)}
 

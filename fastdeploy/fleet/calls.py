@@ -270,7 +270,7 @@ OWN_WAY: dict[type[m.Args], Callable[[Any, Context], FleetCall[Any]]] = {
     m.PauseStatusArgs: PauseStatusCall,
     m.UpdateWeightsArgs: UpdateCall,
     m.BeginUpdateArgs: BeginCall,
-    m.UpdateChunkArgs: PartCall,
+    m.UpdatePartArgs: PartCall,
     m.CheckUpdateArgs: CheckCall,
     m.CommitUpdateArgs: CommitCall,
     m.AbortUpdateArgs: AbortUpdateCall,

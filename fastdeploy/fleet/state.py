@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
@@ -63,7 +63,7 @@ class WeightSession:
     open: bool = True
     begun: bool = False
     parts: int = 0
-    source: WholeSource | None = None
+    source: Source | None = None
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class FleetState:
     version: str = ""
     fingerprint: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    source: WholeSource | None = None
+    source: Source | None = None
     holds: dict[tuple[str, str], FleetHold] = field(default_factory=dict)
     adapters: dict[str, FleetAdapter] = field(default_factory=dict)
     past_adapter_epoch: int = 0

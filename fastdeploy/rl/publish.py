@@ -226,8 +226,8 @@ class _WeightSession:
 
     async def begin(self, options: Mapping[str, Any], base: str | None) -> None:
         """Open a session: for a delta, if the server serves its base. options: the body of the call."""
-        if base is not None and not options.get("in_place"):  # which gives up the old values
-            of_delta = {name: value for name, value in options.items() if name not in ("partial", "in_place")}
+        if base is not None:
+            of_delta = {name: value for name, value in options.items() if name != "partial"}
             try:
                 await self._open(of_delta | {"base_fingerprint": base})
                 self.is_delta = True

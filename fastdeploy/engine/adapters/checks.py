@@ -12,8 +12,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import AdapterLoaded, FastDeployError, InvalidField, VersionConflict
 from fastdeploy.core.files import path_problem
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, SourcePolicy
 from fastdeploy.engine.adapters.loads import Adapter
 from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.field_checks import MAX_EPOCH, adapter_not_found, check_kv, check_label, check_seconds

@@ -21,8 +21,7 @@ from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource, may_hang
+from fastdeploy.core.weight_source import FolderSource, SourcePolicy
 from fastdeploy.engine.adapters.checks import AdapterChecks, AdapterLookups, check_adapter_epoch, explained
 from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
 from fastdeploy.engine.adapters.reads import AdapterReads, Packed
@@ -122,7 +121,7 @@ class AdapterRegistry:
         if other is not None and not other.own:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
         self._checks.check_replace(args, self._known.get(args.lora_name))
-        if may_hang(args.source):
+        if args.source.may_hang:
             (self.lookups.thread if args.lookup else self._copies).check_room()
         if other is not None:
             self._stop(other)  # a lookup; the requests that wait for it get this adapter
@@ -252,7 +251,7 @@ class AdapterRegistry:
         self._loads[args.lora_name] = load
         work, on_end = functools.partial(self._copy, load), functools.partial(self._copied, load)
         thread = self.lookups.thread if args.lookup else self._copies
-        thread.submit(Job(load, work, on_end, timeout_s, reads=may_hang(args.source), deadline=load.deadline))
+        thread.submit(Job(load, work, on_end, timeout_s, reads=args.source.may_hang, deadline=load.deadline))
 
     def _look_up(self, name: str, path: str) -> None:
         args = m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True)

@@ -216,7 +216,7 @@ def test_a_commit_releases_only_the_republish_hold():
     assert h.status()["is_paused"] and [hold["id"] for hold in h.status()["holds"]] == ["mine"]
 
 
-@pytest.mark.parametrize("name", ["republish", "sleep", "in_place"])
+@pytest.mark.parametrize("name", ["republish", "sleep"])
 def test_a_hold_of_a_client_cannot_have_the_name_of_a_hold_of_the_system(name):
     h = Harness()
     h.assert_refused(m.PauseArgs("keep", hold_id=name), "hold_id")
