@@ -1,4 +1,5 @@
-"""Starting and stopping servers, the processes that they have or leave, their CPU time, and signals. Linux only."""
+"""Starting and stopping servers, the processes that they have or leave, their CPU time and memory, and signals. Linux
+only."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,9 @@ MARK = "FASTDEPLOY_BENCHMARK_MARK"
 LOG_LINES = 20
 STOP_S = 20.0
 KILL_S = 10.0  # limit of the wait for a killed process, which first frees its memory
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TICKS_PER_S, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+SHARED_MEMORY = "/dev/shm"
+SAMPLE_S = 0.02  # between two looks at memory
 
 
 def free_port() -> int:
@@ -169,3 +173,44 @@ def started(command: Sequence[str], environment: Mapping[str, str] | None = None
         finally:
             server.stop()
             server.kill()
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the bytes of a process that are in memory, or 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
+
+
+class PeakMemory:
+    """The largest memory of a server while the ``with`` block runs, every SAMPLE_S seconds.
+
+    engine: bytes of the largest process. shared: bytes in /dev/shm beyond those at the start of the block."""
+
+    def __init__(self, pids: Iterable[int]):
+        self._pids = list(pids)
+        self.engine = self.shared = self._before = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> PeakMemory:
+        self._before = _used_shared()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.engine = max(self.engine, *map(resident_bytes, self._pids))
+            self.shared = max(self.shared, _used_shared() - self._before)
+            if self._ended.wait(SAMPLE_S):
+                return
+
+
+def _used_shared() -> int:
+    found = os.statvfs(SHARED_MEMORY)
+    return (found.f_blocks - found.f_bfree) * found.f_bsize

@@ -1,4 +1,4 @@
-"""Events: what happens in the engine, told to those who look (a trace file, a page in a browser).
+"""Events: what happens in the engine, for those who look (a trace file, a page in a browser).
 
 While nobody looks, an event costs one look-up of ``EventLog.watched``. So call sites ask it first:
 

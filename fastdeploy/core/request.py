@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
@@ -122,6 +124,14 @@ class Scope:
         return label
 
 
+class Ending(NamedTuple):
+    """The end of a request by one of its tokens. num_tokens: of the request, with this one."""
+
+    num_tokens: int
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
 class Request:
     """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
     (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication; on admission
@@ -230,15 +240,27 @@ class Request:
         elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_ids: list[int], served: ServedWeights, now: float) -> Span:
-        """Add tokens that ``served`` has sampled, and return the span that labels them."""
+    def append(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[Logprob],
+        served: ServedWeights,
+        eos_token_ids: tuple[int, ...],
+        now: float,
+    ) -> NewTokens:
+        """Add the tokens that ``served`` has sampled in one step, up to the first one that ends the request."""
         at = self.num_output_tokens
+        ending = self._ending(token_ids, eos_token_ids)
+        if ending is not None and len(token_ids) > 1:
+            kept = ending.num_tokens - len(self.token_ids)
+            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         self.token_ids += token_ids
         if served is not self.served:
             self._change_weights(at, served)
+        gap_s = now - (self.last_token_at or self.arrival)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(
+        span = Span(
             served.version,
             served.weight_epoch,
             at,
@@ -247,6 +269,21 @@ class Request:
             served.adapter_name,
             served.adapter_epoch,
         )
+        return NewTokens(self, token_ids, logprobs, span, at == 0, gap_s, ending)
+
+    def _ending(self, token_ids: list[int], eos_token_ids: tuple[int, ...]) -> Ending | None:
+        """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
+        sampling, num_tokens = self.sampling, len(self.token_ids)
+        limit = self.num_prompt_tokens + self.max_output_tokens
+        for token in token_ids:
+            num_tokens += 1
+            if token in sampling.stop_token_ids:
+                return Ending(num_tokens, FinishReason.STOP, token)
+            if token in eos_token_ids and not sampling.ignore_eos:
+                return Ending(num_tokens, FinishReason.STOP)
+            if num_tokens >= limit:
+                return Ending(num_tokens, FinishReason.LENGTH)
+        return None
 
     def _change_weights(self, at: int, served: ServedWeights) -> None:
         """Record that ``served`` sampled the output token number ``at``, and other weights the one before."""
@@ -271,6 +308,20 @@ class Request:
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"
         return f"<Request {self.key} {self.state.value} {computed} blocks={len(self.blocks)}>"
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
+    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones.
+    ending: None = the request goes on."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: Sequence[Logprob]
+    span: Span
+    first: bool
+    gap_s: float
+    ending: Ending | None
 
 
 class Group:

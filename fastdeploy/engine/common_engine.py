@@ -21,7 +21,7 @@ from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, Req
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.process import VERSION, host_id
-from fastdeploy.core.request import FinishReason
+from fastdeploy.core.request import FinishReason, NewTokens
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.field_checks import check_label
@@ -31,12 +31,10 @@ from fastdeploy.engine.parts import build_parts
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
-from fastdeploy.engine.views.state import fleet_state
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers
+from fastdeploy.engine.views.viewers import Viewers, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.scheduler.scheduler import NewTokens
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -77,6 +75,7 @@ class CommonEngine:
         self.scopes, self.pause, self.adapters = parts.scopes, parts.scopes.whole_pause, parts.adapters
         self.weights, self.sleeper, self.gateway_lease = parts.weights, parts.sleeper, parts.gateway_lease
         self.viewers, self._non_finite = Viewers(self.events, parts, clock), NonFiniteWatch(self.metrics)
+        self._adapter_reads, self._switch = self.adapters.reads, parts.switch
         add_gauges(parts, config.short_lives)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
@@ -139,7 +138,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
-        self.adapters.reads.serve_memory()
+        self._adapter_reads.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -301,7 +300,7 @@ class CommonEngine:
         unloaded = self.adapters.unload_all()  # the next run may use the same names
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
-        self._parts.switch.relabel(args.version)
+        self._switch.relabel(args.version)
         return {
             "aborted": len(aborted),
             "released": released,

@@ -10,7 +10,7 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.source_policy import SourcePolicy
+from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.gateway_lease import GatewayLease

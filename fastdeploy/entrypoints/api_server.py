@@ -26,8 +26,8 @@ from fastdeploy.entrypoints.process_tree import BACKLOG
 from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
-from fastdeploy.http.guards.keys import NO_KEYS, Keys, take_keys
-from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+from fastdeploy.http.guards.keys import NO_KEYS, Keys, pop_keys
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
 Config = TypeVar("Config", bound=ServerConfig)
@@ -122,9 +122,9 @@ def run_server(
     setup_logging(name)
     keep_freed_memory()
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    config, keys, events = from_json(args.config, kind), take_keys(os.environ), EventPipe(args.event_fd)
+    config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
     try:
-        process = ServerProcess(keys, take_fleet_key(os.environ), load_tokenizer(config.serve.model), listeners, events)
+        process = ServerProcess(keys, pop_fleet_key(os.environ), load_tokenizer(config.serve.model), listeners, events)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

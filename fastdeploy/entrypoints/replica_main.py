@@ -24,8 +24,8 @@ from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.process_tree import url_of
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
-from fastdeploy.http.guards.keys import take_keys
-from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+from fastdeploy.http.guards.keys import pop_keys
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["FASTDEPLOY_LOG_NAME"] = args.name
     setup_logging("supervisor")
-    config, keys, events = from_json(args.config, ReplicaConfig), take_keys(os.environ), EventPipe(args.event_fd)
-    fleet_key = take_fleet_key(os.environ)
+    config, keys, events = from_json(args.config, ReplicaConfig), pop_keys(os.environ), EventPipe(args.event_fd)
+    fleet_key = pop_fleet_key(os.environ)
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     replica = Replica(
         config.engine,

@@ -306,18 +306,6 @@ class Membership:
             # The weights slept when this gateway began to lead. A sleeping engine does not tell the fingerprint.
             state.fingerprint = replica.report["fingerprint"]
             state.revision += 1
-        else:
-            self._fence_those_without_weights(revision)
-
-    def _fence_those_without_weights(self, revision: int) -> None:
-        """Fence the members that have lost their weights in an update in place that failed, if another member still has
-        them. If none has, all members stay held until new weights are published."""
-        fresh = [replica for replica in self.quorum if replica.seen_revision == revision and replica.report]
-        if not any(self._joiner.has_weights(replica) for replica in fresh):
-            return
-        for replica in fresh:
-            if replica.report["fingerprint"] is None and "weight" not in replica.report["asleep"]:
-                self.fence(replica, "it has lost its weights in an update in place that failed")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

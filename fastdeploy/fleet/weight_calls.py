@@ -25,7 +25,7 @@ from fastdeploy.inter_communicator import messages as m
 
 LEASE_MARGIN_S = 10.0  # the gateway ends a silent session so long after the engines
 KEEPS_SESSION = frozenset({"wrong_order", "invalid_field"})  # a refused part or commit with these ends no session
-SessionArgs = m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
+SessionArgs = m.UpdatePartArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
 A = TypeVar("A", bound=SessionArgs)
 
 
@@ -143,7 +143,7 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
         return super().on_success() | {"session_id": session.id}
 
 
-class PartCall(WeightSessionCall[m.UpdateChunkArgs]):
+class PartCall(WeightSessionCall[m.UpdatePartArgs]):
     """Add a part on all. A part that a replica refuses ends the session on all."""
 
     rule = Rule.UNDO
@@ -166,6 +166,12 @@ class PartCall(WeightSessionCall[m.UpdateChunkArgs]):
 
 
 class CheckCall(WeightSessionCall[m.CheckUpdateArgs]):
+    """Ask all about an upload, and renew the lease of its session."""
+
+    def on_send(self) -> None:
+        if (session := self.session) is not None:
+            session.expires_at = max(session.expires_at, self.now + session.begin.lease_s + LEASE_MARGIN_S)
+
     def messages_to_prepare(self, name: str) -> list[m.Args]:
         return [replace(self.args, session_id=self.id_on(name))]
 
@@ -211,7 +217,7 @@ class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
         state.committed = CommittedState.of(report)
         state.last_epoch = max(state.last_epoch, state.weight_epoch)
         state.source = self.whole_source()
-        state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
+        state.hold_calls.forget((WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
             state.close_weight_session(session)
         return report
@@ -235,7 +241,7 @@ class UpdateCall(CommitCall):
     def messages_to_prepare(self, name: str) -> Sequence[m.Args]:
         args = self._update
         begin = args.begin(self._placed_by)
-        part = m.UpdateChunkArgs(
+        part = m.UpdatePartArgs(
             None,
             self.sources.get(name, args.source),
             checksums=args.checksums,

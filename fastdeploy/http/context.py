@@ -19,7 +19,6 @@ from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prom
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.upload_files import UploadFiles
 
 # Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
 # tokens is refused before it is tokenised.
@@ -33,14 +32,12 @@ MAX_CHOICES = 4096  # of all prompts of one HTTP request
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. upload_files: files through which uploads reach the engine. slice_lock: see
-    Pace."""
+    uploads: places for weight uploads. slice_lock: see Pace."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    upload_files: UploadFiles
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
@@ -105,10 +102,6 @@ class ServingContext:
         most = max((top for top, _ in asked), default=None)
         check_prompt_logprobs(most, sum(num_tokens for _, num_tokens in asked), prompt_field)
 
-    def check_text(self, text: str, field: str) -> None:
-        """Raise ContextLengthExceeded if ``text`` is longer than a full context of the longest tokens."""
-        self.check_length(len(text), field)
-
     def check_length(self, characters: int, field: str) -> None:
         """Raise ContextLengthExceeded if so many characters are more than a full context of the longest tokens has."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
@@ -116,10 +109,19 @@ class ServingContext:
             asked = f"{characters} characters, more than so many tokens can have"
             raise ContextLengthExceeded(field, self.max_model_len, asked)
 
-    def check_prompt(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField unless ``ids`` is a valid prompt, and ContextLengthExceeded unless the prompt leaves room
-        for one token of output."""
+    async def encode(self, text: str, field: str, special_tokens: bool = True) -> list[int]:
+        """Tokenise a text. Raises ContextLengthExceeded for one that is too long for any prompt."""
+        self.check_length(len(text), field)
+        return await self.require_tokenizer(field).encode(text, special_tokens)
+
+    def check_prompt(self, ids: Any, field: str, expected: str = "token ids") -> list[int]:
+        """Return ``ids``. Raises InvalidField unless they are a valid prompt, and ContextLengthExceeded unless the
+        prompt leaves room for one token of output. A prompt that is too long is refused before its ids are checked."""
+        is_list = isinstance(ids, list)
+        if not is_list or (len(ids) < self.max_model_len and any(type(token) is not int for token in ids)):
+            raise InvalidField(field, f"expected {expected}")
         check_prompt(ids, self.max_model_len, self.vocab_size, field)
+        return ids
 
     @property
     def vocab_size(self) -> int:

@@ -29,7 +29,7 @@ from fastdeploy.inter_communicator.weight_calls import (
     LoadAdapterArgs,
     LookUpAdapterArgs,
     UnloadAdapterArgs,
-    UpdateChunkArgs,
+    UpdatePartArgs,
     UpdateWeightsArgs,
 )
 

@@ -15,8 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fastdeploy.core.config import PAUSE_MODES
-from fastdeploy.core.request import FinishReason, Request
-from fastdeploy.scheduler.scheduler import NewTokens
+from fastdeploy.core.request import FinishReason, NewTokens, Request
 
 _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
 

@@ -245,7 +245,7 @@ class RolloutClient:
         whole; so it is if the difference is hardly smaller. "never" keeps no copy. A stream is always sent whole.
         via: the way to send tensors; "auto" takes shared memory if the server is on this host, else an upload; "folder"
         needs ``folder``, which the server can read. chunk_mb: size of a part. compression: of differences; "auto" takes
-        zstd unless the server is on this host. options: in_place, expected_version, lease_s of /v1/weights/begin.
+        zstd unless the server is on this host. options: expected_version, lease_s of /v1/weights/begin.
         Raises WrongWeights if the server serves other weights after the commit.
         """
         means = Means(self.connection.is_local, via, folder, chunk_mb << 20, compression)
@@ -256,7 +256,7 @@ class RolloutClient:
         self, model_path: str, version: str | int | None = None, *, deadline_s: float = 600.0, **options: Any
     ) -> Publication:
         """Load a checkpoint folder, which the server can read. version None: the server makes a label from its
-        weight_epoch. options: kv, partial, in_place, expected_version, lease_s."""
+        weight_epoch. options: kv, partial, expected_version, lease_s."""
         return await self._publisher.publish_folder(str(model_path), options | _label(version), deadline_s)
 
     async def set_version(self, version: str | int) -> dict[str, Any]:

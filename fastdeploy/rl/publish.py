@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, InvalidField, WeightUpdateRefused
+from fastdeploy.core.errors import BaseMismatch, FastDeployError, InvalidField, WeightUpdateRefused
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.connection import Connection, repeat, run_shielded
-from fastdeploy.rl.deltas import Snapshot, require_served
+from fastdeploy.rl.deltas import Difference, Snapshot, require_served, wire_nbytes
 from fastdeploy.rl.errors import Unreachable, WrongWeights
 from fastdeploy.rl.holds import Holds
 from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import PublicationLedger
 from fastdeploy.rl.state_transfer import (
-    DeltaTransfer,
-    FolderTransfer,
     NamedTensors,
-    Transfer,
-    WholeTransfer,
+    Tensors,
+    WholeTensors,
+    delta_parts,
     split_state,
     split_stream,
 )
-from fastdeploy.rl.uploads import Means, PartCall
+from fastdeploy.rl.uploads import Means, PartCall, PartCalls
 
 CONFIRM_S = 30.0  # limit of each call that begins, commits or aborts a session, or asks what is served
+# A delta is sent if its bytes are less than this share of the whole: servers take whole tensors faster than changes.
+MAX_DELTA_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,14 @@ class Publisher:
         self._snapshot: Snapshot | None = None
         self._lock = asyncio.Lock()
 
+    async def publish_folder(self, path: str, options: Mapping[str, Any], deadline_s: float) -> Publication:
+        """Publish a checkpoint folder that the server can read. See :meth:`publish`."""
+        async with self._lock:
+            self._snapshot = None
+            async with self._staging(options, deadline_s) as session:
+                await session.stage(PartCall({"model_path": path}), deadline_s)
+            return await self._commit(session)
+
     async def publish(
         self,
         state: Mapping[str, Any] | NamedTensors,
@@ -71,52 +80,98 @@ class Publisher:
         """Publish a state. delta: "auto" or "never". options: the body of /v1/weights/begin. Raises InvalidField for a
         state that cannot be sent, HoldLost before the commit if a hold of this client has ended, Unreachable if the
         parts are not staged in ``deadline_s``, and WrongWeights after the commit."""
-        async with self._lock:
-            transfer = await self._transfer(state, delta, means, options)
-            try:
-                return await self._send(transfer, options, deadline_s)
-            except WeightUpdateRefused:  # the trainer may have changed a tensor while the last state was sent
-                transfer.forget_snapshot()
-                raise
-            finally:
-                self._snapshot = await run_shielded(asyncio.to_thread(transfer.next_snapshot))
-
-    async def publish_folder(self, path: str, options: Mapping[str, Any], deadline_s: float) -> Publication:
-        """Publish a checkpoint folder that the server can read. See :meth:`publish`."""
-        async with self._lock:
-            self._snapshot = None
-            return await self._send(FolderTransfer(path), options, deadline_s)
-
-    async def _transfer(
-        self, state: Mapping[str, Any] | NamedTensors, delta: str, means: Means, options: Mapping[str, Any]
-    ) -> WholeTransfer:
         if delta not in ("auto", "never"):
             raise InvalidField("delta", f"expected auto or never, got {delta!r}")
-        is_partial, old = bool(options.get("partial")), self._snapshot
-        if not isinstance(state, Mapping):
-            if means.via == "folder":
-                raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
-            self._snapshot = None
-            return WholeTransfer(split_stream(state, means.part_bytes), means, is_partial, keeps=False)
-        if not state:
-            raise InvalidField("state", "expected at least one tensor")
-        tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
-        require_served(tensors)
-        if delta == "never" or old is None or not old.fits(tensors, is_partial):
-            self._snapshot = None
-            nbytes = sum(tensor.data.nbytes for tensor in tensors.values())
-            return WholeTransfer(split_state(tensors, means), means, is_partial, delta == "auto", nbytes)
-        difference = await asyncio.to_thread(old.difference, tensors)
-        return DeltaTransfer(tensors, old, difference, means, is_partial, bool(options.get("in_place")))
+        async with self._lock:
+            if not isinstance(state, Mapping):
+                return await self._publish_stream(state, means, options, deadline_s)
+            if not state:
+                raise InvalidField("state", "expected at least one tensor")
+            tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
+            require_served(tensors)
+            if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, _is_partial(options)):
+                difference = await asyncio.to_thread(self._snapshot.difference, tensors)
+                return await self._publish_difference(tensors, self._snapshot, difference, means, options, deadline_s)
+            return await self._publish_whole(tensors, delta == "auto", means, options, deadline_s)
 
-    async def _send(self, transfer: Transfer, options: Mapping[str, Any], deadline_s: float) -> Publication:
-        session = _WeightSession(self._connection, options)
+    async def _publish_stream(
+        self, pairs: NamedTensors, means: Means, options: Mapping[str, Any], deadline_s: float
+    ) -> Publication:
+        if means.via == "folder":
+            raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
+        self._snapshot = None
+        async with self._staging(options, deadline_s) as session:
+            whole = WholeTensors(session.dtype, {})
+            await session.stage_all(means.calls(whole.parts(split_stream(pairs, means.part_bytes))), deadline_s)
+        return await self._commit(session, lambda served: _is_partial(options) or whole.are_all_of(served))
+
+    async def _publish_whole(
+        self, tensors: Tensors, keeps: bool, means: Means, options: Mapping[str, Any], deadline_s: float
+    ) -> Publication:
+        """Publish all tensors. keeps: make a snapshot of them while they are sent."""
+        is_partial, self._snapshot = _is_partial(options), None
+        keeps = keeps and not is_partial
+        async with self._staging(options, deadline_s) as session:
+            whole = WholeTensors(session.dtype, {}, keeps)
+            await session.stage_all(means.calls(whole.parts(split_state(tensors, means))), deadline_s)
+
+        def settle(served: str) -> bool:
+            is_right = is_partial or whole.are_all_of(served)
+            if keeps and is_right:
+                self._snapshot = whole.snapshot(served)
+            return is_right
+
+        return await self._commit(session, settle, full_nbytes=sum(t.data.nbytes for t in tensors.values()))
+
+    async def _publish_difference(
+        self,
+        tensors: Tensors,
+        last: Snapshot,
+        difference: Difference,
+        means: Means,
+        options: Mapping[str, Any],
+        deadline_s: float,
+    ) -> Publication:
+        """Publish the difference from ``last`` if the server serves that, else all tensors."""
+        full_nbytes = sum(wire_nbytes(tensor, last.dtype) for tensor in tensors.values())
+        is_small = difference.nbytes < MAX_DELTA_SHARE * full_nbytes
+        try:
+            async with self._staging(options, deadline_s, last.fingerprint if is_small else None) as session:
+                is_known = session.dtype == last.dtype
+                whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
+                parts = whole.parts(split_state(tensors, means))
+                if session.is_delta:
+                    parts = delta_parts(tensors, difference, whole, means)
+                await session.stage_all(means.calls(parts), deadline_s)
+
+            def settle(served: str) -> bool:
+                if not is_known:
+                    self._snapshot = None  # a server in another dtype never serves it
+                if expected is None:
+                    return _is_partial(options) or whole.are_all_of(served)
+                if served == expected:
+                    last.advance(tensors, difference)
+                return served == expected
+
+            is_all = session.is_delta or (is_known and not _is_partial(options))
+            expected = difference.fingerprint if is_all else None
+            sizes = {"full_nbytes": full_nbytes, "changed_values": difference.changed_values}
+            return await self._commit(session, settle, expected, **sizes)
+        except WeightUpdateRefused:  # the trainer may have changed a tensor while the last state was sent
+            self._snapshot = None
+            raise
+
+    @asynccontextmanager
+    async def _staging(
+        self, options: Mapping[str, Any], deadline_s: float, base: str | None = None
+    ) -> AsyncIterator[_WeightSession]:
+        """Open a session, which the block fills with new weights. If that fails, the session is aborted. base:
+        fingerprint of the weights for which the block has a delta."""
+        session = _WeightSession(self._connection)
         try:
             async with asyncio.timeout(deadline_s):
-                await session.begin(transfer)
-                async with aclosing(transfer.calls()) as calls:
-                    async for call in calls:
-                        await session.stage(call, deadline_s)
+                await session.begin(options, base)
+                yield session
                 await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
             with suppress(FastDeployError):
@@ -124,51 +179,64 @@ class Publisher:
             if isinstance(error, TimeoutError):
                 raise Unreachable(f"not staged within {deadline_s} s: nothing was committed") from error
             raise
-        number = self.ledger.begin_publication()
-        report = await run_shielded(self._commit(session, transfer))
-        sent = session.tensors, session.nbytes, transfer.full_nbytes, transfer.changed_values, session.is_delta
-        return Publication(number, str(report["version"]), report, *sent)
 
-    async def _commit(self, session: _WeightSession, transfer: Transfer) -> dict[str, Any]:
-        try:
-            report = await session.commit(transfer)
-        except BaseException:
-            self.ledger.end_publication()
-            raise
-        self.ledger.end_publication(report["boot_id"], report["weight_epoch"])
-        self._state.note_published(report["boot_id"])
-        return report
+    async def _commit(
+        self,
+        session: _WeightSession,
+        settle: Callable[[str], bool] = lambda served: True,
+        expected: str | None = None,
+        **sizes: Any,
+    ) -> Publication:
+        """Commit the staged weights. settle: gets the fingerprint of what serves then, and returns whether it is that
+        of the published weights. expected: this fingerprint, if it is known. sizes: further fields of Publication."""
+
+        async def commit() -> dict[str, Any]:
+            try:
+                report = await session.commit(expected)
+                if not await asyncio.to_thread(settle, report["fingerprint"]):
+                    wrong = f"serves weights with the fingerprint {report['fingerprint']}, expected {expected}"
+                    raise WrongWeights(wrong)
+            except BaseException:
+                self.ledger.end_publication()
+                raise
+            self.ledger.end_publication(report["boot_id"], report["weight_epoch"])
+            self._state.note_published(report["boot_id"])
+            return report
+
+        number = self.ledger.begin_publication()
+        report = await run_shielded(commit())
+        sent: dict[str, Any] = {"tensors": session.tensors, "nbytes": session.nbytes, "is_delta": session.is_delta}
+        return Publication(number, str(report["version"]), report, **sent, **sizes)
+
+
+def _is_partial(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("partial"))
 
 
 class _WeightSession:
-    """One weight session, from begin to commit. options: the body of /v1/weights/begin. tensors, nbytes: sent so
-    far."""
+    """One weight session, from begin to commit. dtype: in which the server serves. is_delta: the server serves the base
+    of a delta. tensors, nbytes: sent so far."""
 
-    def __init__(self, connection: Connection, options: Mapping[str, Any]):
+    def __init__(self, connection: Connection):
         self._connection = connection
-        self._options = dict(options)
         self._asked: dict[str, Any] | None = None  # the body of a begin that may have opened a session
         self._opened: dict[str, Any] | None = None  # the answer of begin
         self.is_delta = False
         self.tensors = self.nbytes = 0
 
-    async def begin(self, transfer: Transfer) -> None:
-        """Open a session: for a delta, if the server serves its base."""
-        if transfer.base is not None:
-            delta = {name: value for name, value in self._options.items() if name not in ("partial", "in_place")}
+    async def begin(self, options: Mapping[str, Any], base: str | None) -> None:
+        """Open a session: for a delta, if the server serves its base. options: the body of the call."""
+        if base is not None:
+            of_delta = {name: value for name, value in options.items() if name != "partial"}
             try:
-                opened = await self._open(delta | {"base_fingerprint": transfer.base})
-            except FastDeployError as error:
-                if error.code != "base_mismatch":
-                    raise
-            else:
+                await self._open(of_delta | {"base_fingerprint": base})
                 self.is_delta = True
-                transfer.begin(opened["dtype"], is_delta=True)
                 return
-        opened = await self._open(self._options)
-        transfer.begin(opened["dtype"], is_delta=False)
+            except BaseMismatch:
+                pass
+        await self._open(options)
 
-    async def _open(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    async def _open(self, options: Mapping[str, Any]) -> None:
         """Call begin. A second call with the same key gets the session that the first has opened, if its answer was
         lost."""
         self._asked = {**options, "idempotency_key": uuid.uuid4().hex}
@@ -179,48 +247,48 @@ class _WeightSession:
         except FastDeployError:
             self._asked = None  # refused
             raise
-        return self._opened
 
     async def stage(self, call: PartCall, timeout_s: float) -> None:
         """Send one part."""
-        arguments = call.arguments(session_id=self._session_id)
+        arguments = call.arguments(session_id=self._answer["session_id"])
         staged = await self._connection.call("POST", "/v1/weights/chunk", timeout_s, **arguments)
         self.tensors += call.tensors or staged["tensors"]
         self.nbytes += call.nbytes or staged["nbytes"]
+
+    async def stage_all(self, calls: PartCalls, timeout_s: float) -> None:
+        """Send all parts."""
+        async with aclosing(calls):
+            async for call in calls:
+                await self.stage(call, timeout_s)
 
     async def abort(self) -> None:
         """End the session, also one whose begin was not answered."""
         if self._asked is not None:
             self._opened = self._opened or await self._call("begin", self._asked)
-            await self._call("abort", {"session_id": self._session_id})
+            await self._call("abort", {"session_id": self._answer["session_id"]})
 
-    async def commit(self, transfer: Transfer) -> dict[str, Any]:
-        """Commit, and check what the server serves then. Raises WrongWeights, or Unreachable if the commit did not take
-        place."""
-        expected = transfer.expected
-        body = {"session_id": self._session_id} | ({} if expected is None else {"fingerprint": expected})
+    async def commit(self, fingerprint: str | None) -> dict[str, Any]:
+        """Commit, and return the report. fingerprint: of the new weights, which the server checks first; None: not
+        known. Raises Unreachable if the connection broke and the commit did not take place."""
+        body = {"session_id": self._answer["session_id"]} | (
+            {} if fingerprint is None else {"fingerprint": fingerprint}
+        )
         try:
-            report = await self._call("commit", body)
+            return await self._call("commit", body)
         except Unreachable:
-            report = await self._find_committed()
-        if not transfer.confirm(report["fingerprint"]):
-            raise WrongWeights(f"serves weights with the fingerprint {report['fingerprint']}, expected {expected}")
-        return report
-
-    async def _find_committed(self) -> dict[str, Any]:
-        """Return what is served after a commit whose answer was lost. Raises Unreachable if the commit did not take
-        place."""
-        now = await repeat(lambda: self._connection.call("GET", "/v1/weights", CONFIRM_S), CONFIRM_S)
-        before = self._opened
-        assert before is not None
-        if (now["boot_id"], now["weight_epoch"]) != (before["boot_id"], before["weight_epoch"] + 1):
-            raise Unreachable("the connection broke at the commit, which did not take place")
-        return now | {"status": "committed"}
+            now, before = await repeat(lambda: self._connection.call("GET", "/v1/weights"), CONFIRM_S), self._answer
+            if (now["boot_id"], now["weight_epoch"]) != (before["boot_id"], before["weight_epoch"] + 1):
+                raise Unreachable("the connection broke at the commit, which did not take place") from None
+            return now | {"status": "committed"}
 
     async def _call(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._connection.call("POST", f"/v1/weights/{name}", CONFIRM_S, json=body)
 
     @property
-    def _session_id(self) -> str:
+    def _answer(self) -> dict[str, Any]:
         assert self._opened is not None
-        return self._opened["session_id"]
+        return self._opened
+
+    @property
+    def dtype(self) -> str:
+        return self._answer["dtype"]

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import msgspec
 
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState, Scope, ServedModel
+from fastdeploy.core.request import (
+    FinishReason,
+    NewTokens,
+    Preemption,
+    Request,
+    RequestEvent,
+    RequestState,
+    Scope,
+    ServedModel,
+)
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.adapter_room import AdapterRoom
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import Gate, WaitingQueue
 from fastdeploy.scheduler.runner_sequences import RunnerSequences
-
-
-class NewTokens(msgspec.Struct, frozen=True):
-    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
-    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones."""
-
-    request: Request
-    token_ids: list[int]
-    logprobs: Sequence[Logprob]
-    span: Span
-    first: bool
-    gap_s: float
-
-
-class Ending(NamedTuple):
-    """The end of a request by one of its tokens. num_tokens: of the request, with this one."""
-
-    num_tokens: int
-    reason: FinishReason
-    stop_reason: int | None = None
 
 
 class Scheduler:
@@ -151,14 +135,11 @@ class Scheduler:
         """Whether ``plan`` may have something to compute."""
         if self.gate is Gate.CLOSED:
             return False
-        if self.running or self.waiting.head(self._started_only, with_adapters=False) is not None:
+        started_only = self.gate is Gate.STARTED_ONLY
+        if self.running or self.waiting.head(started_only, with_adapters=False) is not None:
             return True
-        request = self.waiting.head(self._started_only)
+        request = self.waiting.head(started_only)
         return request is not None and self.adapter_room.victims_for(request, bool(self.frozen)) is not None
-
-    @property
-    def _started_only(self) -> bool:
-        return self.gate is Gate.STARTED_ONLY
 
     def plan(self) -> StepPlan | None:
         """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests. The chunks of
@@ -202,7 +183,7 @@ class Scheduler:
         return budget
 
     def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
-        started_only, with_adapters = self._started_only, True
+        started_only, with_adapters = self.gate is Gate.STARTED_ONLY, True
         while budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.head(started_only, with_adapters)
             if request is None or self._prompt_is_being_computed(request):
@@ -294,18 +275,12 @@ class Scheduler:
                 continue
             if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
-            gap_s = now - (request.last_token_at or request.arrival)
-            token_ids, logprobs = sampled.token_ids, sampled.logprobs
-            ending = self._ending(request, token_ids)
-            if ending is not None and len(token_ids) > 1:
-                kept = ending.num_tokens - len(request.token_ids)
-                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
-            span = request.append(token_ids, chunk.served, now)
-            tokens.append(NewTokens(request, token_ids, logprobs, span, span.start == 0, gap_s))
+            new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
+            tokens.append(new)
             if not request.group.started:
                 self._group_started(request)
-            if ending is not None:
-                self.end(request, ending.reason, stop_reason=ending.stop_reason)
+            if new.ending is not None:
+                self.end(request, new.ending.reason, stop_reason=new.ending.stop_reason)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -321,20 +296,6 @@ class Scheduler:
         request.group.started = True
         for sibling in waiting:
             self.waiting.promote(sibling)
-
-    def _ending(self, request: Request, token_ids: list[int]) -> Ending | None:
-        """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
-        sampling, num_tokens = request.sampling, len(request.token_ids)
-        limit = request.num_prompt_tokens + request.max_output_tokens
-        for token in token_ids:
-            num_tokens += 1
-            if token in sampling.stop_token_ids:
-                return Ending(num_tokens, FinishReason.STOP, token)
-            if token in self.eos_token_ids and not sampling.ignore_eos:
-                return Ending(num_tokens, FinishReason.STOP)
-            if num_tokens >= limit:
-                return Ending(num_tokens, FinishReason.LENGTH)
-        return None
 
     # ------------------------------------------------------------------ pause and weights
 

@@ -43,7 +43,7 @@ async def generate(client: EngineClient, request_id: str, prompt: list[int], cou
     with stream:
         while not stream.ended or len(tokens) < count:
             await stream.reader.wait()
-            tokens += [token for output in stream.take() for token in output.token_ids]
+            tokens += [token for output in stream.read() for token in output.token_ids]
     return tokens
 
 

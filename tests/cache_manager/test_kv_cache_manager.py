@@ -199,7 +199,7 @@ def test_check_integrity_finds_a_leaked_reference():
 def test_a_request_is_marked_as_recomputed_only_if_it_has_tokens_of_another_weight_epoch():
     kv = KVCacheManager(8, 4)
     fresh, old = make([1, 2]), make([3, 4])
-    old.append([5], ServedWeights(), now=0.0)
+    old.append([5], (), ServedWeights(), (), now=0.0)
     for request in (fresh, old):
         request.model.served = ServedWeights(weight_epoch=1)
     kv.admit(fresh)

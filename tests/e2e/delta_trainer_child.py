@@ -96,7 +96,7 @@ class Trainer:
         self._older = over_all_of(bits_of(self._state))
         self._advance()
         self._publish()
-        events = [self._wrong_base, self._refused_part, self._refused_commit, self._abort, self._sleep, self._xor]
+        events = [self._wrong_base, self._refused_part, self._refused_commit, self._abort, self._sleep, self._by_hand]
         event: Callable[[], None] = self._rng.choice(np.array([*events, None, None, None, None], object))
         try:
             if event is not None:
@@ -202,18 +202,18 @@ class Trainer:
             raise Interrupted("sleep") from error
         say("slept")
 
-    def _xor(self) -> None:
+    def _by_hand(self) -> None:
         """Publish a delta without the client, as another trainer would."""
         state, self._state = self._state, changed(self._state, self._rng)
         target, self._state = self._state, state
         session = self._begin(target)
-        for content, form in self._parts(target, 3, "xor"):
+        for content, form in self._parts(target, 3, "overwrite"):
             self._chunk(session, content, form)
         self._checkpoint.write(target, self._step + 1)  # from here on it may be committed
         self._state, self._step = target, self._step + 1
         if self._call("commit", {"session_id": session}).status_code == 200:
             self.deltas += 1
-            say("delta", "xor")
+            say("delta", "by hand")
         else:
             raise Interrupted("commit")
 

@@ -25,7 +25,7 @@ CHANGES = [
     m.RenewArgs("x"),
     m.UpdateWeightsArgs(W1),
     m.BeginUpdateArgs(),
-    m.UpdateChunkArgs(None, W1, placed_by="native"),
+    m.UpdatePartArgs(None, W1, placed_by="native"),
     m.CheckUpdateArgs(),
     m.CommitUpdateArgs("s"),
     m.AbortUpdateArgs(),
@@ -114,8 +114,8 @@ def test_an_upload_that_names_its_session_comes_from_any_connection():
     h = led()
     session = h.ask(m.BeginUpdateArgs(), GATEWAY).result["session_id"]
     assert h.ask(m.CheckUpdateArgs(session)).failure is None
-    assert h.ask(m.UpdateChunkArgs(session, W1), rounds=2).failure is None
-    refusal(h, m.UpdateChunkArgs(None, W1, placed_by="native"))
+    assert h.ask(m.UpdatePartArgs(session, W1), rounds=2).failure is None
+    refusal(h, m.UpdatePartArgs(None, W1, placed_by="native"))
     refusal(h, m.CommitUpdateArgs(session))
     assert h.ask(m.CommitUpdateArgs(session), GATEWAY, rounds=2).failure is None
     assert_serves(h, 1)

@@ -293,7 +293,7 @@ class Requests(RuleBasedStateMachine):
         for name, streams in list(self.open.items()):
             try:
                 for stream in streams:
-                    for output in stream.take():
+                    for output in stream.read():
                         self.tokens[stream, output.choice] += output.token_ids
             except EngineDead as error:
                 assert "one after the other" in str(error), "only a request that loses too many replicas fails"

@@ -245,15 +245,6 @@ async def test_a_partial_publication_is_a_difference_too():
             assert_serves(server, state)
 
 
-async def test_an_update_in_place_sends_the_whole():
-    async with fake_site() as (server, client):
-        await client.publish(STATE)
-        state = moved(STATE)
-        assert not (await client.publish(state, in_place=True)).is_delta
-        assert_serves(server, state)
-        assert (await client.publish(moved(state))).is_delta
-
-
 async def test_after_a_refused_difference_the_whole_is_sent():
     async with fake_site() as (server, client):
         await client.publish(STATE)

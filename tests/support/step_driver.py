@@ -134,17 +134,17 @@ def outputs(runner: ModelRunner) -> list:
     return [s.trace for s in Driver(runner).generate(sequences, 6)]
 
 
-def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> Any:
+def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False) -> Any:
     """Stage the sources, of which a Path is a folder. Returns the argument of ``commit``."""
-    staging = runner.begin_update(partial, in_place)
+    staging = runner.begin_update(partial)
     for source in sources:
         staging.add(FolderSource(str(source)) if isinstance(source, Path) else source, {})
     return staging.finish().weights
 
 
-def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> None:
+def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False) -> None:
     """Stage the sources and commit them."""
-    runner.commit(stage(runner, *sources, partial=partial, in_place=in_place))
+    runner.commit(stage(runner, *sources, partial=partial))
 
 
 def sleep(runner: Runner, *tags: str, discard: bool = False) -> int:

@@ -91,7 +91,7 @@ class Load:
 
     def _read(self, stream: RequestStream, answer: Answer) -> None:
         """Add what the stream has to the answer. Raises the stream's error."""
-        for output in stream.take():
+        for output in stream.read():
             answer.add(output, self._ledger)
             self._ledger.counts["tokens"] += len(output.token_ids)
 

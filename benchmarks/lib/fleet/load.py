@@ -67,7 +67,7 @@ async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int],
     with await client.submit(request, Reader(for_tokens=False)) as stream:
         while not ended:
             await stream.reader.wait()
-            for output in stream.take():
+            for output in stream.read():
                 tokens += output.token_ids
                 cached += output.cached_tokens
                 ended = output.finish_reason is not None

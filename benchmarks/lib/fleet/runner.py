@@ -14,7 +14,7 @@ import msgspec
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import AdapterStaging, ChunkReceipt, ModelInfo, Staged
+from fastdeploy.core.runner import AdapterStaging, ModelInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
 
 EOS = 0
@@ -72,14 +72,14 @@ class SleepingStaging:
 
     def add(
         self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False, form: PartFormat = PLAIN
-    ) -> ChunkReceipt:
+    ) -> PartReceipt:
         name = source.name if isinstance(source, SharedMemorySource) else Path(source.path).name
         if not isinstance(source, SharedMemorySource) and Path(source.path).is_file():  # written by ``export``
             name = Path(source.path).read_text()
         if not form.is_plain or not name.startswith("w") or not name[1:].isdigit() or self.abandoned:
             raise WeightUpdateRefused(f"{name}: expected the name w<number>")
         self._weights = int(name[1:])
-        return ChunkReceipt(1, 4)
+        return PartReceipt(1, 4)
 
     def finish(self) -> Staged:
         if self._weights is None:
@@ -152,7 +152,7 @@ class SleepingRunner:
         token = next_token(known, self.weights, self.info.vocab_size)
         return Sampled([token], [Logprob(-1.0)] if new.sampling.logprobs is not None else [])
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> SleepingStaging:
+    def begin_update(self, partial: bool, delta: bool = False) -> SleepingStaging:
         return SleepingStaging(self, partial or delta)
 
     def commit(self, weights: int) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+from fastdeploy.core.request import NewTokens
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.entrypoints import cli, engine_main
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
+from fastdeploy.scheduler.scheduler import Scheduler
 
 TIMES_FILE, STALE_KV = "WAYS_TIMES_FILE", "WAYS_STALE_KV"
 

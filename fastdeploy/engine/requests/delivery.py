@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.request import Request, Scope
+from fastdeploy.core.request import NewTokens, Request, Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.scheduler.scheduler import NewTokens
 
 log = logging.getLogger("fastdeploy.engine")
 

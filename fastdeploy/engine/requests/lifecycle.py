@@ -17,13 +17,13 @@ from typing import Any
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.process import check_integrity
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
+from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewTokens, Scheduler
+from fastdeploy.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -92,6 +92,7 @@ class RequestLifecycle:
         clock: Callable[[], float],
     ):
         self._scheduler = scheduler
+        self._kv = scheduler.kv
         self._delivery = delivery
         self._retention = retention
         self._metrics = metrics
@@ -243,7 +244,7 @@ class RequestLifecycle:
         if args.running:
             self._scheduler.drop_kv(scope)
         else:
-            self._scheduler.kv.forget_prefixes()
+            self._kv.forget_prefixes()
         return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
     # ------------------------------------------------------------------ for pauses

@@ -72,7 +72,7 @@ class Patch(Protocol):
 
 
 class Xor:
-    """See the docstring of the file. The frame is decompressed as the blocks come."""
+    """The bytes of the tensor, xor the old ones. The frame is decompressed as the blocks come."""
 
     def __init__(self, frame: np.ndarray, nbytes: int):
         self._nbytes = nbytes
@@ -104,7 +104,7 @@ class Xor:
 
 
 class Overwrite:
-    """See the docstring of the file. Raises ValueError for a malformed payload."""
+    """New values at a list of positions. Raises ValueError for a malformed payload."""
 
     def __init__(self, frame: np.ndarray, nbytes: int):
         payload = decompress(frame, 4 + 5 * nbytes)

@@ -24,7 +24,7 @@ from fastdeploy.http.calls import envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Seconds
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
@@ -57,14 +57,14 @@ def fleet_router(context: ServingContext) -> APIRouter:
         return context.client.membership
 
     @router.get("/v1/replicas")
-    @Access.DATA
+    @RouteAccess.DATA
     async def replicas(request: Request) -> Response:
         """List the replicas: name, url, host, state, the reason of the state, version and weight epoch, load, and
         holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s."""
         return json_response({"replicas": await entries_of(context, request)})
 
     @router.get("/v1/replicas/targets")
-    @Access.DATA
+    @RouteAccess.DATA
     async def targets(request: Request) -> Response:
         """List the replicas' own servers for Prometheus (http_sd_configs)."""
         entries = [(urlsplit(entry["url"]), entry["name"]) for entry in await entries_of(context, request)]

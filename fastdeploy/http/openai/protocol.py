@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -53,8 +54,8 @@ MAX_MESSAGES = 65536
 
 
 class StreamOptions(Body):
-    """include_usage: a last event without choices has the usage of the whole request. continuous_usage_stats: with
-    include_usage, every event has the usage of its choice so far, as in vLLM."""
+    """What a stream tells besides its tokens. include_usage: a last event without choices has the usage of the whole
+    request. continuous_usage_stats: with include_usage, every event has the usage of its choice so far, as in vLLM."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -99,16 +100,17 @@ class GenerationBody(CoreFieldsBody):
         """Return the ``prompt_logprobs`` that the engine computes."""
         return self.prompt_logprobs
 
+    @cached_property
     def request_fields(self) -> RequestFields:
-        """Return the settings of the request. Raises InvalidField."""
+        """The checked settings of the request. Raises InvalidField."""
         fields = RequestFields(**given_fields(self, RequestFields))
         fields.check_fields()
         return fields
 
 
 class CompletionBody(GenerationBody):
-    """prompt: a string, token ids, or a list of either. echo: the text and the logprobs of each choice begin with those
-    of its prompt. Then max_tokens may be 0, to score the prompt alone."""
+    """The body of a completion. prompt: a string, token ids, or a list of either. echo: the text and the logprobs of
+    each choice begin with those of its prompt. Then max_tokens may be 0, to score the prompt alone."""
 
     prompt: Annotated[Any, described(str | list[int] | list[str] | list[list[int]])]
     logprobs: Int64 | None = None
@@ -208,7 +210,7 @@ def generation_request(
 
     The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
     it names a trace, and a trace may have many requests. Raises InvalidField."""
-    fields = body.request_fields()
+    fields = body.request_fields
     if fields.resumed_tokens and len(prompts) > 1:
         raise InvalidField("resumed_tokens", "expected a single prompt")
     if fields.resumed_tokens >= len(prompts[0]):

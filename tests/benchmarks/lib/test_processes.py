@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.client import ServerError
-from benchmarks.lib.processes import ServerProcess, cpu_seconds, send_all, session_processes
+from benchmarks.lib.processes import PeakMemory, ServerProcess, cpu_seconds, send_all, session_processes
 from e2e.server import until
 from fastdeploy.engine.requests.delivery import process_runs
 
@@ -115,3 +116,12 @@ def test_a_server_that_dies_at_start_shows_its_log(tmp_path: Path):
     with pytest.raises(ServerError, match="no such model"):
         asyncio.run(server.wait_ready(20))
     server.kill()
+
+
+def test_the_peak_memory_is_that_of_the_largest_process_and_of_new_files_in_shared_memory(tmp_path):
+    new = bytes(8 << 20)
+    with PeakMemory([os.getpid(), 1 << 22]) as memory, tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(new)
+        file.flush()
+        until(lambda: memory.shared >= len(new), 20, "the file is seen")
+    assert memory.engine > len(new)

@@ -33,8 +33,8 @@ GREEDY_BELOW = 1e-6
 
 
 class CustomParams(Body):
-    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field with every top_p
-    below 1, to renormalise over the same ids in training. The field needs return_logprob."""
+    """Parameters of slime. return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field
+    with every top_p below 1, to renormalise over the same ids in training. The field needs return_logprob."""
 
     return_top_p_token_ids: bool = False
 
@@ -91,8 +91,9 @@ class GenerateBody(LaxBody):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token whose log probability is returned, or -1. top: how many of the best tokens are
-    returned with each token. kept: return the ids that each token was drawn from."""
+    """The log probabilities that one prompt asks for. start: the first prompt token whose log probability is returned,
+    or -1. top: how many of the best tokens are returned with each token. kept: return the ids that each token was drawn
+    from."""
 
     wanted: bool = False
     start: int = -1
@@ -112,7 +113,8 @@ class Prompt(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """batch: the reply is a list, also for one prompt. group: the rid that the prompts of a batch share, or ""."""
+    """The prompts of one body. batch: the reply is a list, also for one prompt. group: the rid that the prompts of a
+    batch share, or ""."""
 
     prompts: list[Prompt]
     n: int
@@ -145,10 +147,12 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     rids, group = _rids(body.rid, len(inputs) if batch else None)
     options = _logprob_options(body, inputs, params)
     adapters = _adapters(context, body, inputs)
-    prompts = []
+    prompts, is_text = [], field == "text"
     for i, value in enumerate(inputs):
         name = f"{field}[{i}]" if batch else field
-        ids = await _tokenise(context, value, name)
+        if is_text and isinstance(value, str):
+            value = await context.encode(value, name)
+        ids = context.check_prompt(value, name, "a string" if is_text else "token ids")
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i]))
@@ -169,18 +173,6 @@ def _inputs(body: GenerateBody) -> tuple[list[Any], str, bool]:
     if body.text == []:
         raise InvalidField("text", "expected at least one prompt")
     return (body.text if batch else [body.text]), "text", batch
-
-
-async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int]:
-    if isinstance(value, str) and field.startswith("text"):
-        context.check_text(value, field)
-        value = await context.require_tokenizer(field).encode(value)
-    elif not isinstance(value, list) or (
-        len(value) < context.max_model_len and any(type(token) is not int for token in value)
-    ):
-        raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
-    context.check_prompt(value, field)
-    return value
 
 
 def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:

@@ -36,14 +36,14 @@ INIT_FIELD, UPDATE_FIELD = "local_checkpoint_dir", "target_version"
 
 
 class InitInfo(LaxBody):
-    """SkyRL also sends how its own workers download and load; those fields are dropped."""
+    """The setup of a run. SkyRL also sends how its own workers download and load; those fields are dropped."""
 
     base_model_path: str
     local_checkpoint_dir: str
 
 
 class FetchBody(LaxBody):
-    """uri: the folder of the target version, if it is not below sync_dir."""
+    """The version to fetch. uri: its folder of the target version, if it is not below sync_dir."""
 
     target_version: int = Field(ge=0, le=MAX_VERSION)
     sync_dir: str | None = None

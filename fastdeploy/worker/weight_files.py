@@ -1,21 +1,31 @@
-"""Sleeping weights on disk. Their file has no name: it vanishes with the process, even one that is killed."""
+"""Files of the weights that serve: the sleeping weights on disk, and exports as safetensors.
+
+The file of sleeping weights has no name: it vanishes with the process, even one that is killed.
+"""
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
+from fastdeploy.core.files import new_locked_file, write_all
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear
+from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear, unpack
 
-PIECE = 1 << 26  # bytes that are read or written at once, in about 0.1 s on a slow disk
+PIECE = 1 << 26  # bytes of a spill that are read or written at once, in about 0.1 s on a slow disk
+ALIGNMENT = 8  # bytes; the header of an export is padded with spaces
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Check = Callable[[], None]  # raises WrongOrder once the copy is abandoned
 Copy = TypeVar("Copy")
@@ -133,3 +143,45 @@ def _read_into(fd: int, buffer: memoryview, offset: int, check: Check) -> None:
             raise EngineError("the file of the sleeping weights was cut short")
         done += count
         check()
+
+
+def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[str, Value], path: str) -> int:
+    """Write every checkpoint tensor in the serving dtype to the new file ``path``, and return its bytes. The file is
+    locked while it is written (see shared_files.py). After an error there is no file. Raises OutOfSpace, or
+    EngineError if the file cannot be written."""
+    header, nbytes = _header(ops.dtype, parameters)
+    try:
+        with new_locked_file(path, 0o600) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)  # a full disk is found at once
+                write_all(file, header)
+                for piece in _pieces(ops, parameters, values):
+                    write_all(file, as_bytes(np.ascontiguousarray(piece)))
+                assert file.tell() == len(header) + nbytes
+            except BaseException:
+                os.unlink(path)
+                raise
+    except OSError as error:
+        kind = OutOfSpace if error.errno in NO_SPACE else EngineError
+        raise kind(f"the weights cannot be written to {os.path.dirname(path)}: {error.strerror}") from error
+    return len(header) + nbytes
+
+
+def _header(dtype: str, parameters: Iterable[Parameter]) -> tuple[bytes, int]:
+    """Return the beginning of the file, and the bytes of all tensors behind it."""
+    name_of_dtype, width = DTYPES[dtype]
+    table, end = {}, 0
+    for parameter in parameters:
+        for name in parameter.tensors:
+            shape = parameter.shapes[name]
+            begin, end = end, end + width * math.prod(shape)
+            table[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = msgspec.json.encode(table)
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def _pieces(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value]) -> Iterable[np.ndarray]:
+    for parameter in parameters:
+        for name in parameter.tensors:
+            yield from unpack(ops, parameter, values[parameter.key], name)
