@@ -75,6 +75,7 @@ class CommonEngine:
         self.scopes, self.pause, self.adapters = parts.scopes, parts.scopes.whole_pause, parts.adapters
         self.weights, self.sleeper, self.gateway_lease = parts.weights, parts.sleeper, parts.gateway_lease
         self.viewers, self._non_finite = Viewers(self.events, parts, clock), NonFiniteWatch(self.metrics)
+        self._adapter_reads, self._switch = self.adapters.reads, parts.switch
         add_gauges(parts, config.short_lives)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
@@ -137,7 +138,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
-        self.adapters.reads.serve_memory()
+        self._adapter_reads.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -299,7 +300,7 @@ class CommonEngine:
         unloaded = self.adapters.unload_all()  # the next run may use the same names
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
-        self._parts.switch.relabel(args.version)
+        self._switch.relabel(args.version)
         return {
             "aborted": len(aborted),
             "released": released,
