@@ -26,9 +26,9 @@ from acceptance.lib.spans import judge_update
 from acceptance.lib.verdicts import Check
 from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import Native
-from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
+from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.report import Printer
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.tensors import WEIGHTS, perturbed_copy
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.workload import completion
 from examples.embedded_model import arithmetic, tokenizer
@@ -125,7 +125,8 @@ class Demo:
         self.printer.say("update: a broken checkpoint")
         refused = await self._bad_update(broken)
         self.printer.say(f"update: new weights as {VERSION!r}")
-        report = await self.native.update_weights(str(good), VERSION)
+        new = {"model_path": str(good), "version": VERSION}
+        report = await self.native.client.post("/v1/update_weights", new)
         shutil.rmtree(good)
         self.printer.say(f"update: {report.get('status')}, timings in ms {report.get('timings_ms')}, folder deleted")
         after = await (await self._open(0, 32, "after")).wait_closed()

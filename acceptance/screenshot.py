@@ -10,85 +10,89 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import random
+import shutil
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import httpx
-
-from acceptance.lib.chromium import chromium
-from benchmarks.lib.perturb import perturbed_copy
+from benchmarks.lib.client import Client
+from benchmarks.lib.processes import started
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.make_adapters import write_adapter
 from fastdeploy.embedded import MODEL_DIR
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 SIZE = 1280, 860
 CLIENTS = 22
 FLAGS = ("--max-num-seqs", "20", "--num-gpu-blocks-override", "1024")
 
 
-class Rollouts:
-    """Clients that send requests of very different lengths, one after the other."""
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """Give a headless Chromium. Raises FileNotFoundError if it is not installed."""
+    from playwright.sync_api import sync_playwright
 
-    def __init__(self, url: str):
-        self._url = url
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(CLIENTS)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, client: int) -> None:
-        rng = random.Random(client)
-        model = "math" if client % 6 == 5 else None
-        with httpx.Client(base_url=self._url, timeout=120) as http:
-            for number in range(10_000):
-                if self._ended.wait(rng.uniform(0.05, 0.6)):
-                    return
-                body = {
-                    "prompt": [rng.randrange(5, 60) for _ in range(rng.randrange(8, 90))],
-                    "max_tokens": min(int(250 * rng.paretovariate(1.2)), 2500),
-                    "request_id": f"rollout-{client}-{number}",
-                    "model": model,
-                    "ignore_eos": True,
-                }
-                http.post("/v1/completions", json=body)
-
-    def end(self) -> None:
-        self._ended.set()
+    path = shutil.which("chromium")
+    if path is None:
+        raise FileNotFoundError("chromium is missing: apt-get install chromium")
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=flags)
+        yield browser
+        browser.close()
 
 
-def publish(http: httpx.Client, folder: Path, version: str) -> None:
+async def rollouts(client: Client, number: int) -> None:
+    """Send requests of very different lengths, one after the other."""
+    rng = random.Random(number)
+    while True:
+        await asyncio.sleep(rng.uniform(0.05, 0.6))
+        body = {
+            "prompt": [rng.randrange(5, 60) for _ in range(rng.randrange(8, 90))],
+            "max_tokens": min(int(250 * rng.paretovariate(1.2)), 2500),
+            "request_id": f"rollout-{number}-{rng.randrange(1 << 30)}",
+            "model": "math" if number % 6 == 5 else None,
+            "ignore_eos": True,
+        }
+        await client.call("POST", "/v1/completions", body)
+
+
+async def publish(client: Client, folder: Path, version: str) -> None:
     """Update the weights to slightly changed ones."""
-    target = folder / version
-    perturbed_copy(MODEL_DIR, target, 0.003)
-    http.post("/v1/update_weights", json={"model_path": str(target), "version": version}).raise_for_status()
+    await asyncio.to_thread(perturbed_copy, MODEL_DIR, folder / version, 0.003)
+    await client.post("/v1/update_weights", {"model_path": str(folder / version), "version": version})
 
 
-def work(url: str, folder: Path) -> None:
-    """Bring the server into the state of the picture."""
-    with httpx.Client(base_url=url, timeout=120) as http:
-
-        def post(path: str, **body: Any) -> None:
-            http.post(path, json=body).raise_for_status()
-
-        time.sleep(14)
-        publish(http, folder, "step-41")
-        time.sleep(11)
-        post("/v1/pause", mode="keep", hold_id="trainer", ttl_s=60)
-        publish(http, folder, "step-42")
-        time.sleep(3)
-        post("/v1/resume", hold_id="trainer")
-        time.sleep(9)
-        post("/v1/pause", mode="keep", lora_name="math", hold_id="math-trainer", ttl_s=120)
-        time.sleep(4)
-        session = http.post("/v1/weights/begin", json={"version": "step-43"}).json()["result"]["session_id"]
-        post("/v1/weights/chunk", session_id=session, model_path=str(folder / "step-42"))
-        time.sleep(4)
+async def work(url: str, folder: Path, ready: threading.Event, taken: threading.Event) -> None:
+    """Bring the server into the state of the picture, and keep it there until the picture is taken."""
+    client = Client(url)
+    clients = [asyncio.create_task(rollouts(client, number)) for number in range(CLIENTS)]
+    await asyncio.sleep(14)
+    await publish(client, folder, "step-41")
+    await asyncio.sleep(11)
+    await client.post("/v1/pause", {"mode": "keep", "hold_id": "trainer", "ttl_s": 60})
+    await publish(client, folder, "step-42")
+    await asyncio.sleep(3)
+    await client.post("/v1/resume", {"hold_id": "trainer"})
+    await asyncio.sleep(9)
+    await client.post("/v1/pause", {"mode": "keep", "lora_name": "math", "hold_id": "math-trainer", "ttl_s": 120})
+    await asyncio.sleep(4)
+    session = (await client.post("/v1/weights/begin", {"version": "step-43"}))["session_id"]
+    await client.post("/v1/weights/chunk", {"session_id": session, "model_path": str(folder / "step-42")})
+    await asyncio.sleep(4)
+    ready.set()
+    await asyncio.to_thread(taken.wait)
+    for task in clients:
+        task.cancel()
 
 
 def take_pictures(url: str, folder: Path, out: Path) -> None:
@@ -96,31 +100,31 @@ def take_pictures(url: str, folder: Path, out: Path) -> None:
     with chromium() as browser:
         page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
         page.goto(f"{url}/ui")
-        rollouts = Rollouts(url)
-        work(url, folder)
+        ready, taken = threading.Event(), threading.Event()
+        worker = threading.Thread(target=lambda: asyncio.run(work(url, folder, ready, taken)))
+        worker.start()
+        while worker.is_alive() and not ready.is_set():
+            page.wait_for_timeout(200)
         page.screenshot(path=out)
         page.emulate_media(color_scheme="dark")
         page.wait_for_timeout(500)
         page.screenshot(path=out.with_stem(f"{out.stem}-dark"))
-        rollouts.end()
+        taken.set()
+        worker.join()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="PNG; the dark one gets -dark at the end of its name")
     out = parser.parse_args(argv).out
-    with tempfile.TemporaryDirectory() as name:
+    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", *FLAGS]
+    with tempfile.TemporaryDirectory() as name, started([*command, "--model-root", name]) as server:
         folder = Path(name)
         write_adapter(folder / "math", Shape.of(MODEL_DIR), 8, seed=1)
-        command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--model-root", name, *FLAGS]
-        server = ServerProcess(command, folder)
-        try:
-            asyncio.run(server.wait_ready(120))
-            load = {"lora_name": "math", "lora_path": str(folder / "math")}
-            httpx.post(f"{server.url}/v1/adapters/load", json=load, timeout=60).raise_for_status()
-            take_pictures(server.url, folder, out)
-        finally:
-            server.stop(30)
+        asyncio.run(server.wait_ready(120))
+        load = {"lora_name": "math", "lora_path": str(folder / "math")}
+        asyncio.run(Client(server.url).post("/v1/adapters/load", load))
+        take_pictures(server.url, folder, out)
     return 0
 
 

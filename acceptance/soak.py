@@ -18,12 +18,24 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from acceptance.lib.soak.figures import markdown
+from acceptance.lib.soak.flat import BOUNDS
 from acceptance.lib.soak.run import Options, Soak
-from benchmarks.lib.report import machine
+from benchmarks.lib.report import machine, markdown
+
+LEDGER = {
+    "engines": "engines",
+    "rollouts": "rollouts, each with one final output",
+    "generated": "tokens that the engines counted; killed ones: just before",
+    "received": "tokens in the clients' hands",
+    "undelivered": "read back from broken attempts",
+    "missing": "of that count, missing after a kill",
+    "lost_results": "results that a killed engine took along",
+}
+GROWTH = ("process", "quantity", "least", "greatest", "growth in 1,000 cycles", "bound", "over cycles")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,6 +51,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def figures(report: dict[str, Any]) -> str:
+    """Return the tables of a report: what happened, the ledger, and what the processes held while idle."""
+    facts = [("minutes", f"{report['seconds'] / 60:.1f}"), ("seed", report["options"]["seed"])]
+    happened = markdown(("what happened", "count"), [*facts, *sorted(report["seen"].items())])
+    ledger = markdown(("ledger", "count"), [(shown, report["ledger"][name]) for name, shown in LEDGER.items()])
+    return "\n".join([happened, ledger, markdown(GROWTH, map(growth_row, report["resources"]))])
+
+
+def growth_row(row: dict[str, Any]) -> tuple[Any, ...]:
+    bound = BOUNDS[row["quantity"]]
+    slope = "too short" if row["slope_per_1000"] is None else f"{round(row['slope_per_1000'], 1) + 0.0:+.1f}"
+    name = f"{row['role']} ({row['processes']})" if row["processes"] > 1 else row["role"]
+    least, greatest = f"{row['least']:.4g}", f"{row['greatest']:.4g}"
+    return name, bound.name, least, greatest, slope, f"{bound.per_1000:g}", row["longest_cycles"]
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 
@@ -46,14 +74,14 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        say(markdown(json.loads(args.report.read_text())))
+        say(figures(json.loads(args.report.read_text())))
         return 0
     options = Options(args.cycles, args.minutes, args.seed, args.audit_every, args.in_flight, not args.no_kills)
     folder = Path(tempfile.mkdtemp(prefix="fd-soak-"))
     report = asyncio.run(Soak(options, folder, say).run()) | {"machine": machine()}
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    say(markdown(report))
+    say(figures(report))
     if not report["problems"]:
         shutil.rmtree(folder)
         return 0

@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,17 +28,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.client import Client, ServerError
 from benchmarks.lib.engines import SEQUENCES, ours
-from benchmarks.lib.processes import cpu_seconds
+from benchmarks.lib.processes import command_words, cpu_seconds, started
 from benchmarks.lib.report import Printer, json_flag, write_json
-from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.workload import completion, prompt_ids
 
 SERVED = "served"
-API_SERVER = b"fastdeploy.entrypoints.api_server"
-READY_S, STOP_S = 300.0, 15.0
+API_SERVER = "fastdeploy.entrypoints.api_server"
+READY_S = 300.0
 WARM_UP_TOKENS = 16
 HEADER = ("request", "% of a core", "from - to", "CPU us per token", "tok/s")
 
@@ -117,11 +115,6 @@ def with_words(model: Path, folder: Path) -> Path:
     return folder
 
 
-def api_servers(pids: Iterable[int]) -> list[int]:
-    """Return those of ``pids`` that are API servers by their command lines."""
-    return [pid for pid in pids if API_SERVER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
-
-
 async def measure(
     client: Client, pids: Sequence[int], case: Case, streams: int, seed: str, input_len: int, output_len: int
 ) -> Cost:
@@ -135,11 +128,7 @@ async def measure(
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     cpu, end = cpu_seconds(pids) - cpu, time.perf_counter()
     logs = await asyncio.gather(*ends)
-    errors = [
-        f"{log.request_id}: HTTP {log.status}, {log.num_tokens} of {output_len} tokens: {log.error}"
-        for log in logs
-        if not log.ended_once or log.num_tokens != output_len
-    ]
+    errors = [f"{log.request_id}: {fault}" for log in logs if (fault := log.fault(output_len))]
     tokens = sum(log.tokens_between(start, end) for log in logs)
     if not errors and not tokens:
         errors.append(f"{seed}: a stream had ended when the last one began; raise --output-len")
@@ -150,10 +139,9 @@ async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
     """Return the rounds of every case, by its name. The cases alternate."""
     (folder / "model").mkdir()
     engine = ours(with_words(args.model_path, folder / "model"), SERVED)
-    server = ServerProcess(engine.command, folder)
-    try:
+    with started(engine.command) as server:
         say(f"{engine.version}: ready after {await server.wait_ready(READY_S, engine.ready):.1f} s")
-        target = Client(server.url), api_servers(server.processes())
+        target = Client(server.url), [pid for pid in server.processes() if API_SERVER in command_words(pid)]
         if len(target[1]) != 1:
             raise ServerError(f"{len(target[1])} processes are API servers by their command lines")
         for case in CASES:
@@ -165,9 +153,6 @@ async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
                 cost = await measure(*target, case, args.streams, seed, args.input_len, args.output_len)
                 costs[case.name].append(cost)
         return costs
-    finally:
-        server.stop(STOP_S)
-        server.kill()
 
 
 def row(name: str, rounds: Sequence[Cost]) -> tuple[str, ...]:

@@ -34,44 +34,49 @@ from benchmarks.lib.roofline import Machine, Shape, probe
 Prober = Callable[[], Machine | None]
 
 
-async def run_load(contender: Contender, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
-    """Return the client's figures, and the engine's own mean time between tokens, in seconds. Raises as
+async def run_loads(
+    contender: Contender, loads: Sequence[Load], model: str, seed: str
+) -> list[tuple[Figures, float | None]]:
+    """Return the client's figures of each load, and the engine's own mean time between tokens, in seconds. Raises as
     ``Contender.run``."""
 
-    async def work(client: Client) -> tuple[Figures, float | None]:
-        sum_before, count_before = await contender.token_metric()
-        figures = await load.run(client, model, seed)
-        sum_after, count_after = await contender.token_metric()
-        count = count_after - count_before
-        return figures, (sum_after - sum_before) / count if count else None
+    async def work(client: Client) -> list[tuple[Figures, float | None]]:
+        found = []
+        for load in loads:
+            sum_before, count_before = await contender.token_metric()
+            figures = await load.run(client, model, f"{load.name}/{seed}")
+            sum_after, count_after = await contender.token_metric()
+            count = count_after - count_before
+            found.append((figures, (sum_after - sum_before) / count if count else None))
+        return found
 
     return await contender.run(work)
 
 
 async def compare(
-    running: RunningEngines, load: Load, model: str, seed: str, repeats: int, prober: Prober
-) -> LoadComparison:
-    runs: dict[Contender, list[tuple[Figures, float | None]]] = {contender: [] for contender in running.contenders}
+    running: RunningEngines, loads: Sequence[Load], model: str, seed: str, repeats: int, prober: Prober
+) -> list[LoadComparison]:
+    """Return the comparison of each load. In each repeat, each engine gets all loads, one after the other."""
+    runs: dict[Contender, list[list[tuple[Figures, float | None]]]] = {found: [] for found in running.contenders}
     probes: list[Machine | None] = []
-
     for contender in list(running.contenders):
         with running.removed_on_failure(contender):
-            await run_load(contender, load.warm_up(), model, f"{seed}/{load.name}/warm-up")
+            await run_loads(contender, [load.warm_up() for load in loads], model, f"{seed}/warm-up")
     for repeat in range(repeats):
         probes.append(prober())
         for contender in list(running.contenders):
             with running.removed_on_failure(contender):
-                runs[contender].append(await run_load(contender, load, model, f"{seed}/{load.name}/{repeat}"))
+                runs[contender].append(await run_loads(contender, loads, model, f"{seed}/{repeat}"))
     probes.append(prober())
-    measured = [
-        EngineRuns(
-            contender.engine.name,
-            tuple(figures for figures, _ in runs[contender]),
-            tuple(own for _, own in runs[contender] if own is not None),
-        )
-        for contender in running.contenders
-    ]
-    return LoadComparison(load, tuple(measured), tuple(found for found in probes if found is not None))
+    found = []
+    for number, load in enumerate(loads):
+        measured = []
+        for contender in running.contenders:
+            mine = [repeat[number] for repeat in runs[contender]]
+            own = tuple(token_s for _, token_s in mine if token_s is not None)
+            measured.append(EngineRuns(contender.engine.name, tuple(figures for figures, _ in mine), own))
+        found.append(LoadComparison(load, tuple(measured), tuple(one for one in probes if one is not None)))
+    return found
 
 
 def run(
@@ -83,7 +88,7 @@ def run(
     with running.started(engines, args.ready_s):
         for load in loads:
             began = time.perf_counter()
-            done.append(asyncio.run(compare(running, load, args.served_model_name, args.seed, args.repeats, prober)))
+            done += asyncio.run(compare(running, [load], args.served_model_name, args.seed, args.repeats, prober))
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
             write_json(args, to_json(running.contenders, done, shape))
         for contender in running.contenders:
@@ -101,7 +106,7 @@ def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], sha
             c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "rest_s": c.rest_s, "frozen": c.frozen}
             for c in contenders
         },
-        "loads": [compared.to_json(shape) for compared in done],
+        "loads": [compared.to_json() for compared in done],
     }
 
 

@@ -16,16 +16,22 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.gateways.replica import MODEL
-from benchmarks.lib.processes import cpu_seconds, session_processes
+from benchmarks.lib.gateways.serve import MODEL
+from benchmarks.lib.processes import (
+    ServerProcess,
+    command_words,
+    cpu_seconds,
+    free_port,
+    session_processes,
+    started,
+)
 from benchmarks.lib.report import json_flag, markdown, percentile, write_json
-from benchmarks.lib.server import ServerProcess, free_port
 from benchmarks.lib.timeline import StreamLog
 
 START_S = 90.0
@@ -61,8 +67,8 @@ class Target:
         pids = session_processes(self.process.pid)
         if self.name != "ray-serve":
             return pids
-        titles = {pid: _title(pid) for pid in pids}
-        return [pid for pid, title in titles.items() if title.startswith(("ray::ProxyActor", "ray::ServeReplica"))]
+        actors = ("ray::ProxyActor", "ray::ServeReplica")
+        return [pid for pid in pids if "".join(command_words(pid)).startswith(actors)]
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,6 @@ class Phase:
     requests_per_s: float
     cpu_s: float
     serving_cpu_s: float
-
-
-def _title(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
 
 
 async def measure(target: Target, replicas: Sequence[ServerProcess], args: argparse.Namespace) -> Phase:
@@ -120,7 +120,7 @@ async def measure(target: Target, replicas: Sequence[ServerProcess], args: argpa
 
 def commands(args: argparse.Namespace, urls: Sequence[str], endpoints: Sequence[str]) -> dict[str, list[str]]:
     """Return the command of each gateway, without its port."""
-    found = {"fastdeploy": [sys.executable, "-m", "benchmarks.lib.gateways.own", *endpoints]}
+    found = {"fastdeploy": [sys.executable, "-m", "benchmarks.lib.gateways.serve", "--gateway", *endpoints]}
     if args.gateways_python:
         for name, module in ROUTERS.items():
             start = [args.gateways_python, "-m", module, "--host", "127.0.0.1", "--prometheus-port", str(free_port())]
@@ -130,36 +130,19 @@ def commands(args: argparse.Namespace, urls: Sequence[str], endpoints: Sequence[
     return found
 
 
-@contextlib.contextmanager
-def started(command: Sequence[str], root: Path, name: str) -> Iterator[ServerProcess]:
-    """Run a server. Its processes have ended when the context ends."""
-    (root / name).mkdir()
-    process = ServerProcess(command, root / name)
-    try:
-        yield process
-    finally:
-        if name == "ray-serve":
-            process.stop(20)  # lets Ray end its daemons
-        process.kill()
-
-
 async def run(args: argparse.Namespace) -> list[Phase]:
     """Start everything, warm each contender up, and measure in rounds, each in another order."""
     phases: list[Phase] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        root = Path(folder)
         endpoints = [f"ipc://{folder}/engine-{i}" for i in range(2)]
-        replica = [sys.executable, "-m", "benchmarks.lib.gateways.replica", "--step-s", str(args.step_ms / 1000)]
-        replicas = [
-            stack.enter_context(started([*replica, "--endpoint", endpoint], root, f"replica-{i}"))
-            for i, endpoint in enumerate(endpoints)
-        ]
+        replica = [sys.executable, "-m", "benchmarks.lib.gateways.serve", "--step-s", str(args.step_ms / 1000)]
+        replicas = [stack.enter_context(started([*replica, endpoint])) for endpoint in endpoints]
         for process in replicas:
             await process.wait_ready(START_S)
         urls = [process.url for process in replicas]
         targets = [Target("direct", urls)]
         for name, command in commands(args, urls, endpoints).items():
-            process = stack.enter_context(started(command, root, name))
+            process = stack.enter_context(started(command))
             await process.wait_ready(START_S, "/health")
             targets.append(Target(name, [process.url], process))
         await asyncio.sleep(args.settle_s)  # the routers ask their workers for models

@@ -34,8 +34,8 @@ import numpy as np
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.engines import Engine, vllm
+from benchmarks.lib.processes import started
 from benchmarks.lib.report import json_flag, markdown, write_json
-from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.trainers import TRAINERS, Sample, write_moved_weights
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
@@ -57,22 +57,16 @@ async def sample(engine: Engine, dtype: str, count: int, group: int, max_tokens:
     """Start a server, sample ``group`` answers to each of ``count`` problems, and stop the server."""
     prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems(0, count) for _ in range(group)]
     body = {"model": NAME, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess((*engine.command, "--dtype", dtype), Path(folder))
-        try:
-            await server.wait_ready(READY_S, engine.ready)
-            client = Client(server.url)
+    with started((*engine.command, "--dtype", dtype)) as server:
+        await server.wait_ready(READY_S, engine.ready)
+        client = Client(server.url)
 
-            async def one(seed: int, prompt: list[int]) -> Sample:
-                reply = await client.call("POST", "/v1/completions", {**body, "prompt": prompt, "seed": seed}, READY_S)
-                assert reply.status == 200, reply.body
-                choice = reply.body["choices"][0]
-                return Sample(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        async def one(seed: int, prompt: list[int]) -> Sample:
+            reply = await client.post("/v1/completions", {**body, "prompt": prompt, "seed": seed})
+            choice = reply["choices"][0]
+            return Sample(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
-            return list(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
-        finally:
-            server.stop(30)
-            server.kill()
+        return list(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
 
 
 @contextmanager

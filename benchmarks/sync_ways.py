@@ -15,18 +15,16 @@ Exits 1 if a token is unexplained, or if a mismatch is not as it must be; 2 if a
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.dialect import FAILURES
-from benchmarks.lib.report import Printer
+from benchmarks.lib.report import Printer, some_of
 from benchmarks.lib.ways.figures import wrong_mismatches
 from benchmarks.lib.ways.ledger import mistakes
-from benchmarks.lib.ways.record import CONTROL, WAYS, Record, Way, read
+from benchmarks.lib.ways.record import CONTROL, WAYS, Record, read
 from benchmarks.lib.ways.runs import Plan, folder_of, is_done, missing, run
 from benchmarks.lib.ways.table import fill_in, tables
 
@@ -73,18 +71,10 @@ def report(records: Sequence[Record], docs: Path | None, printer: Printer) -> li
     ]
 
 
-def ways_of(text: str) -> list[Way]:
-    names = text.split(",")
-    for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(NAMES)}, got {name!r}")
-    return [NAMES[name] for name in names]
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--ways", type=ways_of, default=list(NAMES.values()), help=f"default: {','.join(NAMES)}")
+    add("--ways", type=some_of(NAMES), default=list(NAMES), help=f"default: {','.join(NAMES)}")
     add("--seeds", type=int, default=3, help="runs of each way (%(default)s)")
     add("--seconds", type=float, default=70.0, help="length of each run (%(default)g)")
     add("--updates", type=int, help="end a run after so many updates, if that is sooner")
@@ -94,24 +84,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=ROOT / "build" / "sync-ways", help="folder of the runs (%(default)s)")
     add("--docs", type=Path, help="folder of sync-ways.md, which gets the tables and the plots")
     add("--plot-only", action="store_true", help="make no run, use those that are finished")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.ways = [NAMES[name] for name in args.ways]
+    return args
+
+
+def make_and_report(args: argparse.Namespace, printer: Printer) -> int:
+    plan = plan_of(args)
+    if not args.plot_only:
+        measure(plan, args, printer)
+    runs = [(way, seed) for way in args.ways for seed in range(args.seeds)]
+    folders = [folder for way, seed in runs if is_done(plan, folder := folder_of(args.out, way, seed))]
+    if not folders:
+        raise ValueError(f"{args.out} has no finished run with these settings")
+    return printer.failed(report([read(folder) for folder in folders], args.docs, printer), "WRONG")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
-    plan = plan_of(args)
-    try:
-        if not args.plot_only:
-            measure(plan, args, printer)
-        runs = [(way, seed) for way in args.ways for seed in range(args.seeds)]
-        folders = [folder for way, seed in runs if is_done(plan, folder := folder_of(args.out, way, seed))]
-        if not folders:
-            raise ValueError(f"{args.out} has no finished run with these settings")
-        wrong = report([read(folder) for folder in folders], args.docs, printer)
-    except (*FAILURES, ValueError, subprocess.SubprocessError) as error:
-        printer.say(f"cannot go on: {type(error).__name__}: {error}")
-        return 2
-    return printer.failed(wrong, "WRONG")
+    return printer.exit_code(lambda: make_and_report(args, printer))
 
 
 if __name__ == "__main__":

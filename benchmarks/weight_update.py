@@ -7,7 +7,9 @@
 Starts this engine and vLLM. In each repeat, this engine gets every kind of update, live and paused, and then vLLM gets
 its reload of the same folder, paused. ``--streams`` generations run on the engine that is measured, for ``--quiet-s``
 seconds before the update. Whole updates alternate between a slightly changed copy of the checkpoint and the checkpoint
-itself. A delta flips the lowest bit of 1 % or 3 % of all values, at random places.
+itself. A delta flips the lowest bit of 1 % or 3 % of all values, at random places. The kind one-set lets the old
+weights go before it reads the new ones. The memory is the peak during the calls: that of the engine, and what they put
+into /dev/shm.
 
 Exits 1 if a stream ended or a token has the wrong version, 2 if the first engine cannot be started or driven.
 """
@@ -19,7 +21,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,13 +32,13 @@ from benchmarks.lib.client import Client
 from benchmarks.lib.contenders import RunningEngines
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
-from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
-from benchmarks.lib.update import Delta, Folder, SharedMemory, Source, Upload, VllmReload
+from benchmarks.lib.tensors import perturbed_copy
+from benchmarks.lib.update import Delta, Folder, OneSet, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
 
 SERVED = "base"
-FOLDER, SHARED, UPLOAD, DELTA, IN_PLACE = KINDS = ("folder", "shared-memory", "upload", "delta", "in-place")
+FOLDER, SHARED, UPLOAD, ONE_SET, DELTA = KINDS = ("folder", "shared-memory", "upload", "one-set", "delta")
 Makers = dict[str, Callable[[Client], Source]]
 
 
@@ -47,7 +49,6 @@ class Variant:
     source: str
     paused: bool
     kv: str = "keep"
-    in_place: bool = False
 
 
 def variants(kinds: Sequence[str]) -> list[Variant]:
@@ -55,8 +56,8 @@ def variants(kinds: Sequence[str]) -> list[Variant]:
     found = [Variant(kind, paused) for kind in (FOLDER, SHARED, UPLOAD) if kind in kinds for paused in (True, False)]
     if FOLDER in kinds:
         found.append(Variant(FOLDER, False, kv="recompute"))
-    if IN_PLACE in kinds:
-        found.append(Variant(FOLDER, True, in_place=True))
+    if ONE_SET in kinds:
+        found.append(Variant(ONE_SET, True))
     if DELTA in kinds:
         found += [Variant(name, paused) for name in DELTAS for paused in (True, False)]
     return found
@@ -69,7 +70,7 @@ def makers(kinds: Sequence[str], checkpoints: Sequence[Checkpoint]) -> Makers:
     """Return the makers of this engine's sources."""
     found: Makers = {
         kind: partial(of, checkpoints=checkpoints)
-        for kind, of in ((FOLDER, Folder), (SHARED, SharedMemory), (UPLOAD, Upload))
+        for kind, of in ((FOLDER, Folder), (SHARED, SharedMemory), (UPLOAD, Upload), (ONE_SET, OneSet))
     }
     if DELTA in kinds:
         for name, (share, compression) in DELTAS.items():
@@ -86,7 +87,7 @@ async def run_repeats(
     rows: dict[str, list[list[Row]]] = {}
     number = 0
 
-    async def all_variants(name: str, client: Client) -> None:
+    async def all_variants(name: str, pids: Sequence[int], client: Client) -> None:
         nonlocal number
         if name not in sources:
             made = (
@@ -100,14 +101,15 @@ async def run_repeats(
         for variant, found in zip(plans[name], rows[name], strict=True):
             number += 1
             source = sources[name][variant.source]
-            row = await measure(dialect, source, variant.paused, variant.kv, variant.in_place, number, SERVED, args)
+            row = await measure(dialect, source, variant.paused, variant.kv, number, SERVED, args, pids)
             found.append(row)
             say(f"{name}: {row.source}, {'paused' if row.paused else 'live'}: {row.total:.2f} s")
 
     for _ in range(args.repeats):
         for contender in list(running.contenders):
             with running.removed_on_failure(contender):
-                await contender.run(partial(all_variants, contender.engine.name))
+                pids = contender.server.processes()
+                await contender.run(partial(all_variants, contender.engine.name, pids))
     return {name: found for name, found in rows.items() if name in {c.engine.name for c in running.contenders}}
 
 
@@ -142,6 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engines", type=some_of(["ours", "vllm"]), default=["ours", "vllm"], help="default: both, if installed")
     add("--only", type=some_of(KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
     add("--streams", type=int, default=8)
+    add("--standby-weights", choices=("auto", "on", "off"), default="auto", help="of this engine (%(default)s)")
     add("--prompt-tokens", type=int, default=512)
     add("--quiet-s", type=float, default=3.0, help="seconds of undisturbed generation before each update")
     add("--repeats", type=int, default=5)
@@ -154,6 +157,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
     engines = installed(args.engines, args.model_path, SERVED, printer.say)
+    standby = ("--standby-weights", args.standby_weights)
+    engines = [replace(e, command=(*e.command, *standby)) if e.name == "ours" else e for e in engines]
     return printer.exit_code(lambda: run(engines, args, printer))
 
 

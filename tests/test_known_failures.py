@@ -65,7 +65,6 @@ also have tests with real processes in tests/e2e.
     tests/engine/updates/test_weight_session.py::test_a_commit_replaces_all_weights_at_once_while_requests_run
 24. A failed part of an update left half-new weights, and requests ran with them.
     tests/engine/updates/test_weight_session.py::test_a_refused_part_ends_the_session_and_later_calls_name_the_reason
-    tests/engine/updates/test_in_place.py::test_after_a_failed_update_in_place_no_step_runs_until_the_next_commit
     tests/worker/test_staging.py::test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing
 25. An update while the weights slept crashed the engine. A trainer that died left its session open for ever.
     tests/engine/test_sleep.py::test_an_update_while_the_weights_sleep_is_refused

@@ -20,7 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inter_communicator": ("core",),
     "cache_manager": ("core",),
     "scheduler": ("core", "cache_manager"),
-    "metrics": ("core", "scheduler"),
+    "metrics": ("core",),
     "model_executor": ("core",),
     "worker": ("core", "model_executor"),
     "engine": ("core", "inter_communicator", "scheduler", "cache_manager", "metrics"),
@@ -56,7 +56,6 @@ INSIDE = (
     "benchmarks.lib.fleet",  # a fleet of engines without a model
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
-    "benchmarks.lib.ways.serve",
     "benchmarks.ops",
     "benchmarks.scoring",
     "benchmarks.step",

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 from acceptance.lib import verdicts
 from acceptance.lib.verdicts import Check, PauseRun
-from benchmarks.lib.client import Stream
-from benchmarks.lib.dialect import Dialect, Gauges, ServerError
+from benchmarks.lib.client import ServerError, Stream
+from benchmarks.lib.dialect import Dialect, Gauges
 from benchmarks.lib.timeline import StreamLog, median_step
 from benchmarks.lib.workload import completion, prompt_ids
 
@@ -189,12 +188,12 @@ class Acceptance:
         running = range(self.options.running)
         await self._complete([1] * len(running), list(running), "warm")
 
-    async def _pause(self, mode: str) -> dict[str, Any]:
+    async def _pause(self, mode: str) -> None:
         """Pause in ``mode``: keep without clearing the cache, wait with admission reject."""
         admission, timeout_s = "reject" if mode == "wait" else None, self.options.timeout_s
-        return await self.dialect.pause(mode, clear_cache=mode != "keep", admission=admission, timeout_s=timeout_s)
+        await self.dialect.pause(mode, clear_cache=mode != "keep", admission=admission, timeout_s=timeout_s)
 
-    async def _probe_window(self, pause: asyncio.Task[dict]) -> tuple[float, Stream] | None:
+    async def _probe_window(self, pause: asyncio.Task[None]) -> tuple[float, Stream] | None:
         """Poll the flags until the server rejects but is not paused yet, then send a request. None if the pause ended
         before."""
         while not pause.done():

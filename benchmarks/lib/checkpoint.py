@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,27 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.perturb import WEIGHTS
+from benchmarks.lib.tensors import WEIGHTS, entries, head
 from fastdeploy.core import delta_format
 from fastdeploy.core.files import SHARED_MEMORY, new_file, write_all
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
 
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
-
-
-def float32_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Return the tensors of ``folder``/model.safetensors, which are bfloat16, as float32, sorted by name."""
-    raw = (folder / WEIGHTS).read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in sorted(header.items()):
-        start, end = (8 + size + offset for offset in entry["data_offsets"])
-        bits = np.frombuffer(raw[start:end], "<u2").astype(np.uint32) << 16
-        tensors[name] = bits.view(np.float32).reshape(entry["shape"])
-    return tensors
 
 
 class Checkpoint:
@@ -49,13 +34,9 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and bits of each tensor, flat."""
-        base = 8 + int.from_bytes(self.data[:8], "little")
-        header: dict[str, Any] = json.loads(self.data[8:base])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            kind = KINDS[entry["dtype"]]
-            yield name, np.frombuffer(self.data, kind, (end - start) // kind.itemsize, base + start)
+        for entry in entries(self.data):
+            kind = KINDS[entry.dtype]
+            yield entry.name, np.frombuffer(self.data, kind, (entry.end - entry.start) // kind.itemsize, entry.start)
 
     @cached_property
     def _segment(self) -> Path:
@@ -113,6 +94,4 @@ def encode(payloads: dict[str, np.ndarray]) -> bytes:
     for name, payload in payloads.items():
         start, end = end, end + payload.size
         header[name] = {"dtype": "U8", "shape": [payload.size], "data_offsets": [start, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    return b"".join([len(head).to_bytes(8, "little"), head, *(payload.tobytes() for payload in payloads.values())])
+    return b"".join([head(header), *(payload.tobytes() for payload in payloads.values())])

@@ -1,4 +1,7 @@
-"""A fast asyncio HTTP client: JSON calls, and thousands of streams, whose bytes are timestamped and parsed later."""
+"""The client of the HTTP wire: JSON calls, and thousands of streams, whose bytes are timestamped and parsed later.
+
+A general HTTP client would need the cores that the tested server needs: acceptance runs have 5,000 streams open.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,22 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.lib.http_reader import EventReader, ResponseReader, WireError
+import httptools
+
 from benchmarks.lib.timeline import StreamLog
 
 MAX_CONNECTING = 128  # connections that are opened at the same time
+
+
+class WireError(Exception):
+    """The server broke HTTP, or closed the connection in the middle of a response."""
+
+
+class ServerError(Exception):
+    """A call failed, or its answer breaks the contract."""
+
+
+FAILURES = (ServerError, WireError, OSError, TimeoutError)  # of a server that cannot be driven
 
 
 @dataclass(frozen=True)
@@ -23,19 +38,30 @@ class Reply:
     status: int
     body: Any
 
+    def checked(self, what: str) -> Any:
+        """Return the body. Raises ServerError, which names ``what`` was called, if the status is not 200."""
+        if self.status != 200:
+            raise ServerError(f"{what}: HTTP {self.status}: {str(self.body)[:300]}")
+        return self.body
+
 
 class _HttpExchange(asyncio.Protocol):
-    """One request and its response on a connection of its own."""
+    """One request and its response on a connection of its own. status: 0, and headers (names in lower case): empty,
+    until the head is complete. pieces: of the body, each with the time of its arrival."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
-        self.response = ResponseReader()
+        self.status = 0
+        self.headers: dict[str, str] = {}
         self.pieces: list[tuple[float, bytes]] = []
         self.error: str | None = None
         self.closed_at: float | None = None
         self.closed = asyncio.Event()
         self.arrived = asyncio.Event()
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = bytearray()
+        self._complete = self._ends_with_connection = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -44,25 +70,21 @@ class _HttpExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            body = self.response.feed(data)
-        except WireError as error:
-            self.fail(str(error))
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.fail(f"not an HTTP response: {error}")
             return
-        if body:
-            self.pieces.append((time.perf_counter(), body))
+        if self._body:
+            self.pieces.append((time.perf_counter(), bytes(self._body)))
+            self._body.clear()
         self.arrived.set()
-        if self.response.done:
+        if self._complete:
             self.close()
 
-    def eof_received(self) -> None:
-        try:
-            self.response.feed_eof()
-        except WireError as error:
-            self.fail(str(error))
-
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.response.done and self.error is None:
-            self.error = f"connection lost: {error or 'closed by the server'}"
+        if not (self._complete or (self._ends_with_connection and error is None)):
+            why = error or "closed by the server in the middle of a response"
+            self.error = self.error or f"connection lost: {why}"
         self._finish()
 
     def fail(self, message: str) -> None:
@@ -80,6 +102,51 @@ class _HttpExchange(asyncio.Protocol):
         self.closed.set()
         self.arrived.set()
 
+    # ------------------------------------------------------------------ called by the parser
+
+    def on_message_begin(self) -> None:
+        self.headers.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        framed = not self.headers.keys().isdisjoint(("content-length", "transfer-encoding"))
+        self._ends_with_connection = self.status >= 200 and not framed
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        self._complete = self.status >= 200  # else another response follows
+
+
+class EventReader:
+    """Reader of a text/event-stream body. ``comments`` counts the comment lines."""
+
+    def __init__(self) -> None:
+        self.comments = 0
+        self._buffer = bytearray()
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes of the body; return the data of each event that they complete, in order."""
+        self._buffer += data
+        events: list[bytes] = []
+        while (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end]).rstrip(b"\r")
+            del self._buffer[: end + 1]
+            if not line:
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data = []
+            elif line.startswith(b":"):
+                self.comments += 1
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+        return events
+
 
 class Stream:
     """A streamed completion. Reading ``log`` parses what has arrived so far."""
@@ -87,15 +154,14 @@ class Stream:
     def __init__(self, exchange: _HttpExchange, log: StreamLog) -> None:
         self._exchange = exchange
         self._events = EventReader()
-        self._taken = 0
+        self._parsed = 0
         self._log = log
 
     @property
     def log(self) -> StreamLog:
         exchange, log = self._exchange, self._log
-        log.status, log.headers = exchange.response.status, exchange.response.headers
-        log.closed_at = exchange.closed_at
-        pieces, self._taken = exchange.pieces[self._taken :], len(exchange.pieces)
+        log.status, log.headers, log.closed_at = exchange.status, exchange.headers, exchange.closed_at
+        pieces, self._parsed = exchange.pieces[self._parsed :], len(exchange.pieces)
         for at, body in pieces:
             if log.status != 200:
                 log.error = (log.error or "") + body.decode(errors="replace")
@@ -122,7 +188,7 @@ class Stream:
 
 
 class Client:
-    """Client of one server."""
+    """Client of one server. Each request has a connection of its own, so any API server may get it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -133,8 +199,8 @@ class Client:
         self._gate = asyncio.Semaphore(MAX_CONNECTING)
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
-        """Send one request and return its complete reply. body: JSON, or raw bytes. Raises WireError or OSError, and
-        TimeoutError after ``timeout`` seconds."""
+        """Send one request and return its complete reply. body: JSON. Raises WireError or OSError, and TimeoutError
+        after ``timeout`` seconds."""
         async with asyncio.timeout(timeout):
             exchange = await self._send(method, path, body)
             try:
@@ -148,7 +214,24 @@ class Client:
             parsed = json.loads(raw)
         except ValueError:
             parsed = raw
-        return Reply(exchange.response.status, parsed)
+        return Reply(exchange.status, parsed)
+
+    async def get(self, path: str, timeout: float = 120.0) -> Any:
+        """Return the body of a reply to GET; of our control routes, its result. Raises as ``call``, and ServerError."""
+        return _result((await self.call("GET", path, timeout=timeout)).checked(path))
+
+    async def post(self, path: str, body: Any = None, timeout: float = 600.0) -> Any:
+        """The same for POST."""
+        return _result((await self.call("POST", path, body, timeout)).checked(path))
+
+    async def metrics(self) -> dict[str, float]:
+        """Return each metric of /metrics, summed over its labels. Raises as ``get``."""
+        values: dict[str, float] = {}
+        for line in (await self.get("/metrics")).splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.partition("{")[0].split(" ")[0], line.rpartition(" ")[2]
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
 
     def upload(self, path: str, data: bytes, timeout: float = 600.0) -> tuple[int, Any]:
         """Send ``data`` as octet-stream, and return the status and the parsed reply. Blocks, and copies nothing. Raises
@@ -163,19 +246,19 @@ class Client:
         finally:
             connection.close()
 
-    async def stream(self, path: str, body: dict[str, Any], request_id: str, log: StreamLog | None = None) -> Stream:
+    async def stream(
+        self, path: str, body: dict[str, Any], request_id: str = "", log: StreamLog | None = None
+    ) -> Stream:
         """Send a streamed request; return when it is written, without waiting for an answer. Its
         ``sent_at`` is the time of this call. log: gets the events; None = a new StreamLog."""
         log = log or StreamLog(request_id, time.perf_counter())
         return Stream(await self._send("POST", path, body), log)
 
     async def _send(self, method: str, path: str, body: Any) -> _HttpExchange:
-        raw = isinstance(body, bytes)
-        payload = body if raw else b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-        kind = "application/octet-stream" if raw else "application/json"
+        payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Accept: */*\r\nContent-Type: {kind}\r\nContent-Length: {len(payload)}\r\n\r\n"
+            f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
         )
         async with self._gate:
             loop = asyncio.get_running_loop()
@@ -183,3 +266,12 @@ class Client:
                 lambda: _HttpExchange(head.encode() + payload), self._host, self._port
             )
         return exchange
+
+
+def _result(body: Any) -> Any:
+    """Return the result in the envelope of our control routes; another body as it is. Raises ServerError."""
+    if not isinstance(body, dict) or "result" not in body:
+        return body
+    if body.get("status") != "success":
+        raise ServerError(f"not a success envelope: {str(body)[:300]}")
+    return body["result"]

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib.loads import Figures, Load
+from benchmarks.lib.report import optional
 from benchmarks.lib.roofline import Machine, Shape, middle
 
 HEADER = ("load", "engine", "tok/s", "from - to", "ratio", "ms per token", "in the engine", "first token s: mean",
@@ -17,7 +18,8 @@ HEADER = ("load", "engine", "tok/s", "from - to", "ratio", "ms per token", "in t
 @dataclass(frozen=True)
 class EngineRuns:
     """The runs of one engine under one load, in order. engine_token_s: mean time between tokens of each run by the
-    engine's own metric; empty if there is no metric."""
+    engine's own metric; empty if there is no metric. Runs with the same index of two engines were made one after the
+    other, so that a slow minute of the machine affects both sides of a ratio."""
 
     engine: str
     runs: tuple[Figures, ...]
@@ -27,9 +29,26 @@ class EngineRuns:
         """Return a figure of all runs, by its name in Figures; empty if the load does not have it."""
         return [value for run in self.runs if (value := getattr(run, figure)) is not None]
 
-    def median(self, figure: str) -> float | None:
+    def median(self, figure: str = "tokens_per_s") -> float | None:
         values = self.values(figure)
         return median(values) if values else None
+
+    def range(self) -> str:
+        """Return the lowest and the highest speed, as a cell."""
+        speeds = self.values("tokens_per_s")
+        return f"{min(speeds):.1f} - {max(speeds):.1f}"
+
+    def ratios(self, other: EngineRuns, figure: str = "tokens_per_s") -> list[float]:
+        """Return this figure over that of the other engine, run by run; empty if a run does not have it."""
+        mine, theirs = self.values(figure), other.values(figure)
+        if len(mine) != len(theirs) or 0 in theirs:
+            return []
+        return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+    def over(self, other: EngineRuns, figure: str = "tokens_per_s") -> float | None:
+        """Return the median of the ratios; None without any."""
+        ratios = self.ratios(other, figure)
+        return median(ratios) if ratios else None
 
 
 @dataclass(frozen=True)
@@ -42,23 +61,12 @@ class LoadComparison:
     probes: tuple[Machine, ...]
 
     @property
-    def machine(self) -> Machine | None:
-        return middle(list(self.probes))
-
-    @property
     def errors(self) -> list[str]:
         return sorted({f"{m.engine}: {error}" for m in self.engines for run in m.runs for error in run.errors})
 
-    def ratio(self, measured: EngineRuns, figure: str) -> float | None:
-        """Return the median over the repeats of (first engine's figure / this engine's): a slow minute affects both."""
-        base, other = self.engines[0].values(figure), measured.values(figure)
-        if not base or len(base) != len(other) or 0 in other:
-            return None
-        return median(a / b for a, b in zip(base, other, strict=True))
-
     def share(self, measured: EngineRuns, shape: Shape) -> float | None:
         """Return the median of the runs' shares of the roofline; None if a share is unknown."""
-        machine = self.machine
+        machine = middle(list(self.probes))
         if machine is None or any(run.errors for run in measured.runs):
             return None
         shares = [self.load.share(shape, machine, run) for run in measured.runs]
@@ -71,36 +79,27 @@ class LoadComparison:
         return [self._row(measured, shape) for measured in self.engines]
 
     def _row(self, measured: EngineRuns, shape: Shape) -> tuple[str, ...]:
-        speeds = measured.values("tokens_per_s")
-        sooner = self.ratio(measured, "first_mean_s")
-        share = self.share(measured, shape)
-        engine_s = median(measured.engine_token_s) if measured.engine_token_s else None
+        first, share = self.engines[0], self.share(measured, shape)
+        sooner = first.over(measured, "first_mean_s")
         return (
             self.load.name,
             measured.engine,
-            _text(measured.median("tokens_per_s"), ".1f"),
-            f"{min(speeds):.1f} - {max(speeds):.1f}",
-            _text(self.ratio(measured, "tokens_per_s"), ".2f"),
-            _text(measured.median("token_s"), ".1f", 1e3),
-            _text(engine_s, ".1f", 1e3),
-            *(_text(measured.median(f"first_{name}_s"), ".3f") for name in ("mean", "p50", "p99")),
-            _text(1 / sooner if sooner else None, ".2f"),
+            optional(measured.median(), ".1f"),
+            measured.range(),
+            optional(first.over(measured), ".2f"),
+            optional(measured.median("token_s"), ".1f", 1e3),
+            optional(median(measured.engine_token_s) if measured.engine_token_s else None, ".1f", 1e3),
+            *(optional(measured.median(f"first_{name}_s"), ".3f") for name in ("mean", "p50", "p99")),
+            optional(1 / sooner if sooner else None, ".2f"),
             "-" if share is None else f"{share:.0%} of {self.load.bound}",
         )
 
-    def to_json(self, shape: Shape) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "load": asdict(self.load) | {"kind": type(self.load).__name__, "bound": self.load.bound},
             "probes": [probe._asdict() for probe in self.probes],
             "engines": {
-                m.engine: {
-                    "runs": [asdict(run) for run in m.runs],
-                    "engine_token_s": m.engine_token_s,
-                    "median": {name: m.median(name) for name in asdict(m.runs[0]) if name != "errors"},
-                    "ratio_tokens_per_s": self.ratio(m, "tokens_per_s"),
-                    "ratio_first_mean_s": self.ratio(m, "first_mean_s"),
-                    "of_roofline": self.share(m, shape),
-                }
+                m.engine: {"runs": [asdict(run) for run in m.runs], "engine_token_s": m.engine_token_s}
                 for m in self.engines
             },
         }
@@ -116,7 +115,3 @@ def machine_line(probes: Sequence[Machine]) -> str:
     if peaks:
         text += f" and multiplies {median(peaks):.2f} TFLOP/s in bfloat16 ({peaks[0]:.2f} to {peaks[-1]:.2f})"
     return text
-
-
-def _text(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, form)

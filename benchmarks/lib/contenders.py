@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import FAILURES, read_metrics
+from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
-from benchmarks.lib.processes import cpu_seconds, send_all
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.processes import ServerProcess, cpu_seconds, send_all
 
 STOP_S = 15.0
 ENDING_S = 2.0  # limit of the wait for the end of a server whose connections have broken
@@ -77,7 +75,7 @@ class Contender:
         """Return sum and count of the engine's own histogram of the time between tokens; zeros if it has none."""
         if self.engine.token_metric is None:
             return 0.0, 0.0
-        values = read_metrics((await self.client.call("GET", "/metrics")).body)
+        values = await self.client.metrics()
         name = self.engine.token_metric
         return values.get(f"{name}_sum", 0.0), values.get(f"{name}_count", 0.0)
 

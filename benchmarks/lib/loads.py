@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.roofline import Machine, Shape, decode_share, group_share, prefill_share
@@ -40,6 +40,10 @@ class Figures:
     errors: tuple[str, ...] = ()
 
 
+def adapter_name(number: int) -> str:
+    return f"adapter-{number}"
+
+
 @dataclass(frozen=True)
 class Load(ABC):
     """A closed loop of ``at_once`` clients with ``requests`` in total, each of ``prompt`` random ids and ``output``
@@ -63,7 +67,7 @@ class Load(ABC):
 
     def warm_up(self) -> Load:
         """Return a short load of the same kind."""
-        return type(self)(self.name, self.at_once, self.prompt, WARM_UP_TOKENS, self.at_once)
+        return replace(self, output=WARM_UP_TOKENS, requests=self.at_once)
 
 
 class Streams(Load):
@@ -71,7 +75,7 @@ class Streams(Load):
 
     async def run(self, client: Client, model: str, seed: str) -> Figures:
         async def one(index: int) -> StreamLog:
-            body = completion(model, prompt_ids(seed, index, self.prompt), self.output)
+            body = completion(self.model_of(index, model), prompt_ids(seed, index, self.prompt), self.output)
             stream = await client.stream("/v1/completions", body, f"{seed}-{index}")
             return await stream.wait_closed()
 
@@ -91,8 +95,27 @@ class Streams(Load):
             max(log.tokens[0].at for log in logs) - start,
         )
 
+    def model_of(self, index: int, model: str) -> str:
+        """Return the name of the model that request ``index`` uses. model: the base model."""
+        return model
+
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         return None if figures.token_s is None else decode_share(shape, machine, figures.token_s)
+
+
+@dataclass(frozen=True)
+class AdapterStreams(Streams):
+    """Streams that use ``adapters`` distinct adapters in turn; 0: the base model alone. adapter_bytes: of one."""
+
+    adapters: int = 0
+    adapter_bytes: int = 0
+
+    def model_of(self, index: int, model: str) -> str:
+        return adapter_name(index % self.adapters) if self.adapters else model
+
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
+        extra = self.adapters * self.adapter_bytes
+        return figures.token_s and (shape.step_bytes + extra) / figures.token_s / machine.read
 
 
 class Prefill(Streams):

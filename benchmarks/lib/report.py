@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.lib.dialect import FAILURES
+from benchmarks.lib.client import FAILURES
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

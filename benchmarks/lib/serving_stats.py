@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from benchmarks.lib.report import percentile
 from benchmarks.lib.timeline import StreamLog, gaps
 
 PERCENTS = (50, 90, 99)
@@ -46,9 +45,7 @@ def output_tokens(log: StreamLog) -> int:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    if not values:
-        return Spread(0, 0.0, dict.fromkeys(PERCENTS, 0.0))
-    return Spread(len(values), sum(values) / len(values), {p: float(np.percentile(values, p)) for p in PERCENTS})
+    return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in PERCENTS})
 
 
 def summarize(logs: Sequence[StreamLog]) -> ServingStats:

@@ -70,6 +70,12 @@ class StreamLog:
             return False
         return not self.tokens or self.tokens[-1].at <= self.finals[0][0]
 
+    def fault(self, tokens: int) -> str | None:
+        """Return what is wrong with a stream that should have ended once, with so many tokens; None if nothing is."""
+        if self.ended_once and self.num_tokens == tokens:
+            return None
+        return f"HTTP {self.status}, {self.num_tokens} of {tokens} tokens: {self.error}"
+
     def tokens_between(self, start: float, end: float) -> int:
         return sum(len(event.token_ids) for event in self.tokens if start < event.at < end)
 
@@ -117,3 +123,13 @@ def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
 
 def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:
     return list(part) == list(whole[: len(part)])
+
+
+def uncovered(spans: Iterable[tuple[int, int]], count: int) -> str | None:
+    """Return how the spans [start, end) fail to cover ``count`` tokens once and in order; None if they do."""
+    at = 0
+    for start, end in spans:
+        if start != at or end <= start:
+            return f"the span [{start}, {end}) follows token {at}"
+        at = end
+    return None if at == count else f"the spans cover {at} of {count} tokens"

@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.lib.checkpoint import Checkpoint, Flips
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.client import Client, ServerError
 
 
 @dataclass
@@ -41,11 +40,11 @@ class Source:
     async def prepare(self) -> None:
         """Bring the server to the weights that the next update starts from. Not measured."""
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         """Begin a session, send the weights, commit. Raises ServerError with the server's answer."""
         self._sent += 1
         checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
-        return await self._session({"version": version, "kv": kv, "in_place": in_place}, checkpoint)
+        return await self._session({"version": version, "kv": kv}, checkpoint)
 
     async def _session(self, options: dict[str, Any], checkpoint: Checkpoint) -> UpdateTimes:
         begin = await self.call("begin", options)
@@ -88,9 +87,19 @@ class Folder(Source):
         return await self.call("chunk", {"session_id": session_id, "model_path": str(checkpoint.folder)})
 
 
+class OneSet(Folder):
+    """The server gives its weights up before it reads the folder, so it needs memory for one set of weights."""
+
+    name = "folder, one set"
+
+    async def update(self, version: str, kv: str) -> UpdateTimes:
+        await self._post("/v1/sleep", {"tags": ["weight"], "discard": True, "mode": "keep"})
+        await self._post("/v1/wakeup", {"tags": ["weight"]})
+        return await super().update(version, kv)
+
+
 class Upload(Source):
-    """The trainer uploads the file from its memory over HTTP, in one body. The server packs while it receives, so
-    ``stage`` is a part of the time that the upload takes."""
+    """The trainer uploads the file from its memory over HTTP, in one body."""
 
     name = "upload"
 
@@ -126,7 +135,7 @@ class Delta(Source):
             serves = (await self._post("/v1/update_weights", body))["result"]["fingerprint"]
         self._sent = self._flips.fingerprints.index(serves)
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         base, self._sent = self._sent % 2, self._sent + 1
         options = {
             "version": version,
@@ -149,7 +158,7 @@ class VllmReload(Source):
 
     name = "folder"
 
-    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+    async def update(self, version: str, kv: str) -> UpdateTimes:
         self._sent += 1
         checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         began = time.perf_counter()

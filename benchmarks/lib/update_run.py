@@ -11,6 +11,7 @@ from statistics import median
 
 from benchmarks.lib.client import Stream
 from benchmarks.lib.dialect import Dialect
+from benchmarks.lib.processes import PeakMemory
 from benchmarks.lib.report import Printer
 from benchmarks.lib.timeline import median_step
 from benchmarks.lib.update import Source, UpdateTimes
@@ -19,7 +20,7 @@ from benchmarks.lib.workload import completion, prompt_ids
 BEFORE, AFTER = 8, 8  # tokens of every stream before the quiet time, and under the new weights
 MAX_TOKENS = 2000
 NUMBERS = ("quiesce", "transfer", "stage", "commit", "recompute", "first_token", "total", "silent", "step", "nbytes",
-           "speed_before", "speed_meanwhile")  # fmt: skip
+           "speed_before", "speed_meanwhile", "engine_bytes", "shared_bytes")  # fmt: skip
 
 
 @dataclass
@@ -27,12 +28,12 @@ class Row:
     """One update; times in seconds. quiesce: until the pause was answered. first_token: from the end of the last call
     to the first token of the new weights. recompute: the part of that time beyond one step, if KV was dropped. total:
     all calls. silent: longest time without a token of any stream. step: time between tokens of a stream in the quiet
-    time. speed_before, speed_meanwhile: tokens per second of all streams in the quiet time, and during the calls."""
+    time. speed_before, speed_meanwhile: tokens per second of all streams in the quiet time, and during the calls.
+    engine_bytes, shared_bytes: see PeakMemory."""
 
     source: str
     paused: bool
     kv: str
-    in_place: bool
     quiesce: float = 0.0
     transfer: float = 0.0
     stage: float = 0.0
@@ -45,6 +46,8 @@ class Row:
     nbytes: float = 0.0
     speed_before: float = 0.0
     speed_meanwhile: float = 0.0
+    engine_bytes: float = 0.0
+    shared_bytes: float = 0.0
     recomputed: int | None = None
     wrong: list[str] = field(default_factory=list)
 
@@ -54,13 +57,14 @@ async def measure(
     source: Source,
     paused: bool,
     kv: str,
-    in_place: bool,
     number: int,
     model: str,
     args: argparse.Namespace,
+    pids: Sequence[int],
 ) -> Row:
-    """Make one update. number: unique in a run. Raises ServerError, WireError, OSError or TimeoutError."""
-    row = Row(source.name, paused, kv, in_place)
+    """Make one update. number: unique in a run. pids: the server's processes. Raises ServerError, WireError, OSError or
+    TimeoutError."""
+    row = Row(source.name, paused, kv)
     await source.prepare()
     streams = await _start(dialect, number, model, args)
     try:
@@ -71,10 +75,12 @@ async def measure(
             await dialect.pause("keep", clear_cache=False, timeout_s=60)
             row.quiesce = time.perf_counter() - began
         version = f"update-{number}"
-        times = await source.update(version, kv, in_place)
-        if paused:
-            await dialect.resume()
-        ended = time.perf_counter()
+        with PeakMemory(pids) as memory:
+            times = await source.update(version, kv)
+            if paused:
+                await dialect.resume()
+            ended = time.perf_counter()
+        row.engine_bytes, row.shared_bytes = memory.engine, memory.shared
         await asyncio.gather(*(s.wait_tokens(s.log.num_tokens + AFTER) for s in streams))
         fill(row, streams, quiet, began, ended, version if dialect.name == "native" else None)
     finally:
@@ -151,7 +157,7 @@ def show(printer: Printer, rows: Mapping[str, Sequence[Row]], title: str) -> Non
     """Print the table. rows: by engine. The last column is the time of vLLM's reload over that of the row."""
     header = ("engine", "source", "", "kv", "MB", "quiesce ms", "transfer ms", "stage ms", "commit ms",
               "first token ms", "total ms", "no token for ms", "step ms", "tok/s before", "tok/s meanwhile", "kept",
-              "vLLM's reload / this")  # fmt: skip
+              "engine MB", "/dev/shm MB", "vLLM's reload / this")  # fmt: skip
     reload = rows["vllm"][0].total if "vllm" in rows else 0.0
     table = []
     for engine, each in rows.items():
@@ -163,12 +169,14 @@ def show(printer: Printer, rows: Mapping[str, Sequence[Row]], title: str) -> Non
                 engine,
                 row.source,
                 "paused" if row.paused else "live",
-                row.kv + (", in place" if row.in_place else ""),
+                row.kv,
                 f"{row.nbytes / 1e6:.1f}",
                 *(f"{1000 * value:.1f}" for value in times),
                 f"{row.speed_before:.0f}",
                 "-" if row.paused else f"{row.speed_meanwhile:.0f}",
                 kept,
+                f"{row.engine_bytes / 1e6:.0f}",
+                f"{row.shared_bytes / 1e6:.0f}",
                 f"{reload / row.total:.2f}" if reload and row.total else "-",
             ])  # fmt: skip
     printer.table(f"weight updates: {title}", header, table)

@@ -46,3 +46,48 @@ async def closed_loop(
         return [await send(index) for index in indices]
 
     return [result for results in await asyncio.gather(*(client() for _ in range(clients))) for result in results]
+
+
+class Clients:
+    """``num`` clients that call ``one`` with their number again and again, from :meth:`go_on` to :meth:`rest`."""
+
+    def __init__(self, num: int, one: Callable[[int], Awaitable[None]]) -> None:
+        self._one = one
+        self._may_run = asyncio.Event()
+        self._busy = 0
+        self._ended = asyncio.Event()  # one of the calls
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(num)]
+
+    @property
+    def resting(self) -> bool:
+        """Whether no call may begin."""
+        return not self._may_run.is_set()
+
+    async def _run(self, number: int) -> None:
+        while True:
+            await self._may_run.wait()
+            self._busy += 1
+            try:
+                await self._one(number)
+            finally:
+                self._busy -= 1
+                self._ended.set()
+
+    def go_on(self) -> None:
+        self._may_run.set()
+
+    async def rest(self) -> None:
+        """Begin no more calls, and return when none is left. Raises the error that a client has ended with."""
+        self._may_run.clear()
+        while self._busy:
+            self._ended.clear()
+            await self._ended.wait()
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """Cancel the calls that are left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

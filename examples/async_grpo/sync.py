@@ -36,5 +36,5 @@ async def publish(
         publication = await client.publish(state, version=version, kv=settings.kv)
         times["committed"] = now()
     times["resumed"] = now() if mode else None
-    timings = publication.reports[0].unwrap().get("timings_ms", {})
+    timings = publication.report.get("timings_ms", {})
     return times | {"staged_s": timings.get("stage", 0.0) / 1000, "bytes": publication.nbytes}

@@ -42,7 +42,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Train until the target, the time or the number of updates is reached."""
-        settings, records, url = self._settings, self._records, self._client.replicas[0].url
+        settings, records, url = self._settings, self._records, self._client.connection.url
         sampled = sampled_tokens(url)
         records.write("run", seed=settings.seed, sync=settings.sync, kv=settings.kv, server_tokens=sampled,
                       update=self._number, drawn=self._curriculum.drawn, settings=asdict(settings))  # fmt: skip

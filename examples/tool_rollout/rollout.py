@@ -55,7 +55,7 @@ class ToolRollout:
         of the weights made all of it. The history of a turn is what the turn before it computed: its prompt and its
         output but for the last token, whose KV no step has computed."""
         for before, turn in pairwise(self.turns):
-            if len({(s.replica, s.boot_id, s.weight_epoch) for s in [*before.spans, turn.spans[0]]}) == 1:
+            if len({(s.boot_id, s.weight_epoch) for s in [*before.spans, turn.spans[0]]}) == 1:
                 tokens = len(before.prompt_ids) + len(before.token_ids) - 1
                 yield tokens, min(tokens, turn.cached_tokens or 0)
 

@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     sha256 = {name: hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest() for name, p in parameters}
     return {
         "log": trainer.state.log_history,
-        "publications": [vars(p) | {"reports": [r.result for r in p.reports]} for p in transfer.publications],
+        "publications": [vars(p) for p in transfer.publications],
         "sha256": sha256,
     }
 

@@ -85,7 +85,7 @@ class AdapterMemory:
         self.to_read.append(model)
 
     def put(self, model: ServedModel) -> None:
-        """Take note that the runner has the adapter under its number, perhaps besides the one that it replaces."""
+        """Record that the runner has the adapter under its number, perhaps besides the one that it replaces."""
         assert model.nbytes is not None and model.served.adapter
         place = self._places.setdefault(model, Place(model, 0))
         self.nbytes += model.nbytes - place.nbytes
@@ -111,14 +111,14 @@ class AdapterMemory:
         return sum(place.nbytes for place in unused)
 
     def use(self, model: ServedModel) -> None:
-        """Take note that a request which uses the adapter has joined the batch."""
+        """Record that a request which uses the adapter has joined the batch."""
         place = self._places[model]
         place.num_users += 1
         place.wanted_by = None
         self.num_users += 1
 
     def leave(self, model: ServedModel) -> None:
-        """Take note that such a request has left the batch."""
+        """Record that such a request has left the batch."""
         place = self._places[model]
         place.num_users -= 1
         self.num_users -= 1

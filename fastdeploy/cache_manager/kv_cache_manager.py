@@ -103,10 +103,12 @@ class KVCacheManager:
         """Add the computed blocks to the prefix index: full blocks, and the prompt's last, partial block. ended: the
         request computes nothing more, so its last, partial block is added too. The next turn of a conversation, or the
         continuation of an aborted request, then finds every computed token."""
-        if not self.enable_prefix_caching or request.kv_mixed:
-            return
         size = self.block_size
         full = request.num_computed // size
+        if full == request.num_published and request.tail_published and not ended:
+            return  # as after most steps
+        if not self.enable_prefix_caching or request.kv_mixed:
+            return
         tail_due = not request.tail_published and request.num_computed >= request.num_prompt_tokens
         rest = request.num_computed % size if ended else 0
         if full == request.num_published and not tail_due and not rest:
@@ -152,7 +154,7 @@ class KVCacheManager:
     def _give_back(self, blocks: Iterable[int]) -> None:
         self.pool.release(blocks, self.index.__contains__)
 
-    def step_done(self) -> None:
+    def release_copied(self) -> None:
         """Release the sources of copies. Call when the planned step, or at least its copies, has run."""
         if self._pinned:
             self._give_back(self._pinned)

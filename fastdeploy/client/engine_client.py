@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.client.connection import Connection, Connector
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.process import host_id
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.transport import Connection, Connector
 
 logger = logging.getLogger(__name__)
 MAX_REMEMBERED_CANCELS = 4096
@@ -65,7 +65,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._cancelled: dict[str, int] = {}
         self._next_call = 0
-        self._num_heard = 0
+        self._num_received = 0
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_cut = False
@@ -91,7 +91,7 @@ class EngineClient:
         self._connector.close()
 
     def cut(self, why: str) -> None:
-        """Fail everything that is open with EngineDead, at once, and hear nothing more. :meth:`close` must follow."""
+        """Fail everything that is open with EngineDead, at once, and receive nothing more. ``close`` must follow."""
         self._is_cut, self._connection = True, None
         self._disconnect(errors.EngineDead(why))
         if self._task is not None:
@@ -157,9 +157,9 @@ class EngineClient:
         now = asyncio.get_running_loop().time
         slice_s, silent_slices = stall_s / STALL_SLICES, 0
         while silent_slices < STALL_SLICES:
-            heard, began = self._num_heard, now()
+            received, began = self._num_received, now()
             await asyncio.sleep(slice_s)
-            if self._num_heard != heard or self.welcome is None:
+            if self._num_received != received or self.welcome is None:
                 silent_slices = 0
             elif now() - began < 2 * slice_s:
                 silent_slices += 1
@@ -173,7 +173,7 @@ class EngineClient:
     def _receive(self, message: m.ToClient) -> None:
         if self._is_cut:
             return
-        self._num_heard += 1
+        self._num_received += 1
         match message:
             case m.Outputs(outputs=outputs):
                 for output in outputs:

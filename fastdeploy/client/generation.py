@@ -112,7 +112,7 @@ class Generation:
         deltas: list[tuple[int, Delta]] = []
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):
             i = self._streams[stream]
-            for output in stream.take() if not deltas else _take_quietly(stream):
+            for output in stream.read() if not deltas else _read_quietly(stream):
                 if delta := await self._feed(i, stream, output):
                     deltas.append((self.n * i + output.choice, delta))
         return deltas
@@ -140,10 +140,10 @@ class Generation:
         return delta
 
 
-def _take_quietly(stream: RequestStream) -> list[Output]:
-    """Return ``stream.take()``. A failure is left for the next step, so that earlier deltas are delivered first."""
+def _read_quietly(stream: RequestStream) -> list[Output]:
+    """Return ``stream.read()``. A failure is left for the next step, so that earlier deltas are delivered first."""
     try:
-        return stream.take()
+        return stream.read()
     except Exception:
         stream.reader.wake(stream)
         return []

@@ -25,7 +25,7 @@ class Reader:
         self._event.set()
 
     async def wait(self) -> list[RequestStream]:
-        """Return the streams that have something to take since the last call. May be empty."""
+        """Return the streams that have something to read since the last call. May be empty."""
         await self._event.wait()
         self._event.clear()
         streams, self._streams = list(self._streams), {}
@@ -54,7 +54,7 @@ class RequestStream:
         self._n = n
         self._cancel = cancel
         self._forget = forget
-        self._outputs: dict[int, list[Output]] = {}  # by choice; joined only when they are taken, since that copies
+        self._outputs: dict[int, list[Output]] = {}  # by choice; joined only when they are read, since that copies
         self._error: Exception | None = None
         self.reader = reader or Reader()
         self.in_wake_queue = False
@@ -86,7 +86,7 @@ class RequestStream:
         """Wake the reader."""
         self.reader.wake(self)
 
-    def take(self) -> list[Output]:
+    def read(self) -> list[Output]:
         """Return the outputs that are there, those of one choice :func:`joined`. If there are none, raises the error
         of :meth:`fail`."""
         outputs, self._outputs = [output for parts in self._outputs.values() for output in joined(parts)], {}

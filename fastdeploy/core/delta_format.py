@@ -3,7 +3,6 @@
 A tensor is its values in row-major order, in the serving dtype (``itemsize`` 2 for bfloat16, 4 for float32).
 
     dense      the bytes of all values
-    xor        the bytes of all values, xor those of the base
     overwrite  u4 n, values[n], gaps; little-endian. The first changed value has a gap of its flat index, each later one
                a gap of its distance, at least 1, from the one before it. A gap is (gap // 255) bytes of 255, then one
                byte of gap % 255.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-ENCODINGS = ("dense", "overwrite", "xor")
+ENCODINGS = ("dense", "overwrite")
 COMPRESSIONS = ("none", "zstd")
 ZSTD_LEVEL = 1
 MAX_VALUES = 2**32 - 1  # of a tensor that can be overwritten
@@ -62,7 +61,7 @@ def read_overwrite(payload: np.ndarray, size: int, itemsize: int) -> tuple[np.nd
 
 
 def largest_payload(encoding: str, size: int, itemsize: int) -> int:
-    """Return the largest size in bytes of a payload for a tensor of ``size`` values. A dense or xor payload has exactly
+    """Return the largest size in bytes of a payload for a tensor of ``size`` values. A dense payload has exactly
     this size."""
     return 4 + size * (itemsize + 1) if encoding == "overwrite" else size * itemsize
 

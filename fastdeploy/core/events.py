@@ -1,4 +1,4 @@
-"""Events: what happens in the engine, told to those who look (a trace file, a page in a browser).
+"""Events: what happens in the engine, for those who look (a trace file, a page in a browser).
 
 While nobody looks, an event costs one look-up of ``EventLog.watched``. So call sites ask it first:
 
@@ -36,9 +36,9 @@ class EventKind(StrEnum):
                    prepare | swap | end), version, nbytes (received)
         COMMITTED  new weights serve. version, weight_epoch, adapter_epoch, kv
     Of the loop (``name`` is ""), only for a sink with ``wants_steps``:
-        STEP       one step has ended. seconds, plan (StepPlan), requests (of each chunk), sampled (list of NewToken, or
-                   None if the step was given up), free_blocks (of the KV cache). The objects are those of the loop: a
-                   sink reads only what never changes
+        STEP       one step has ended. seconds, plan (StepPlan), requests (of each chunk), sampled (list of NewTokens,
+                   or None if the step was given up), free_blocks (of the KV cache). The objects are those of the
+                   loop: a sink reads only what never changes
     """
 
     QUEUED = "queued"

@@ -6,6 +6,7 @@ ScheduledChunk and a Sampled are not tracked by the garbage collector, since the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -38,9 +39,9 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     sample: draw the next token, at position ``start + count``, from the logits of the last row. Such a chunk reaches
     the end of the known tokens.
     served: the weights that compute the chunk.
-    token_ids: the tokens that the runner has not been told. For a new sequence: all known tokens, from position 0. For
+    token_ids: the tokens that the runner does not have yet. For a new sequence: all known tokens, from position 0. For
     others: the token at position ``start``, which the step before has drawn, or none.
-    blocks: the KV block ids that the runner has not been told; they continue the block table. Position p is stored in
+    blocks: the KV block ids that the runner does not have yet; they continue the block table. Position p is stored in
     block_table[p // block_size], at ``p % block_size``.
     new: set in the first chunk of a sequence, and after the sequence has lost its KV.
     prompt_logprobs: so many tokens, from the first of the chunk on, are followed by a prompt token whose logprob is
@@ -79,10 +80,11 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
-    """A token that was drawn. logprob: None unless the sequence asks for logprobs."""
+    """The tokens that a step has drawn for one sequence, at least one. logprobs: one for each token, or none unless the
+    sequence asks for logprobs."""
 
-    token_id: int
-    logprob: Logprob | None
+    token_ids: list[int]
+    logprobs: Sequence[Logprob] = ()
 
 
 class NonFinite(msgspec.Struct, frozen=True, tag=1):

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
@@ -122,6 +124,14 @@ class Scope:
         return label
 
 
+class Ending(NamedTuple):
+    """The end of a request by one of its tokens. num_tokens: of the request, with this one."""
+
+    num_tokens: int
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
 class Request:
     """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
     (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication; on admission
@@ -148,7 +158,7 @@ class Request:
     kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
     published_node: node of the last full block that is published in the prefix index. num_published: number of
     published full blocks. tail_published: whether the prompt's partial last block is published too.
-    sequence: the request's number at the runner, while it is in the batch. num_told_tokens, num_told_blocks: tokens and
+    sequence: the request's number at the runner, while it is in the batch. num_sent_tokens, num_sent_blocks: tokens and
     blocks that the runner knows.
     prompt_logprobs: of the part of the prompt that is computed. Sent with the first token, or with an earlier end.
     """
@@ -157,7 +167,7 @@ class Request:
         "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason", "first_kv_namespace",
         "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message",
         "model", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
-        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
+        "num_sent_blocks", "num_sent_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
         "sampling", "scope", "sequence", "served", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
@@ -190,8 +200,8 @@ class Request:
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
         self.sequence: int | None = None
-        self.num_told_tokens = 0
-        self.num_told_blocks = 0
+        self.num_sent_tokens = 0
+        self.num_sent_blocks = 0
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -230,26 +240,53 @@ class Request:
         elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
-        """Add one token that ``served`` has sampled, and return the span that labels it."""
+    def append(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[Logprob],
+        served: ServedWeights,
+        eos_token_ids: tuple[int, ...],
+        now: float,
+    ) -> NewTokens:
+        """Add the tokens that ``served`` has sampled in one step, up to the first one that ends the request."""
         at = self.num_output_tokens
-        self.token_ids.append(token_id)
+        ending = self._ending(token_ids, eos_token_ids)
+        if ending is not None and len(token_ids) > 1:
+            kept = ending.num_tokens - len(self.token_ids)
+            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
+        self.token_ids += token_ids
         if served is not self.served:
             self._change_weights(at, served)
+        gap_s = now - (self.last_token_at or self.arrival)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(
+        span = Span(
             served.version,
             served.weight_epoch,
             at,
-            at + 1,
+            at + len(token_ids),
             self.kv_recomputed,
             served.adapter_name,
             served.adapter_epoch,
         )
+        return NewTokens(self, token_ids, logprobs, span, at == 0, gap_s, ending)
+
+    def _ending(self, token_ids: list[int], eos_token_ids: tuple[int, ...]) -> Ending | None:
+        """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
+        sampling, num_tokens = self.sampling, len(self.token_ids)
+        limit = self.num_prompt_tokens + self.max_output_tokens
+        for token in token_ids:
+            num_tokens += 1
+            if token in sampling.stop_token_ids:
+                return Ending(num_tokens, FinishReason.STOP, token)
+            if token in eos_token_ids and not sampling.ignore_eos:
+                return Ending(num_tokens, FinishReason.STOP)
+            if num_tokens >= limit:
+                return Ending(num_tokens, FinishReason.LENGTH)
+        return None
 
     def _change_weights(self, at: int, served: ServedWeights) -> None:
-        """Take note that ``served`` sampled the output token number ``at``, and other weights the one before."""
+        """Record that ``served`` sampled the output token number ``at``, and other weights the one before."""
         if at == 0:
             self.first_kv_namespace = served.kv_namespace
         self.served = served
@@ -271,6 +308,20 @@ class Request:
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"
         return f"<Request {self.key} {self.state.value} {computed} blocks={len(self.blocks)}>"
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
+    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones.
+    ending: None = the request goes on."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: Sequence[Logprob]
+    span: Span
+    first: bool
+    gap_s: float
+    ending: Ending | None
 
 
 class Group:

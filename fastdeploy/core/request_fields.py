@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_limits
 
 MAX_N = 1024
 DAY_S = 86400.0
@@ -48,16 +49,9 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def check_fields(self) -> None:
         """Raise InvalidField naming the first field that is out of its limits."""
-        given = {name: getattr(self, name) for name in NAMES}
-        try:
-            msgspec.convert(given, RequestFields)
-        except msgspec.ValidationError as error:
-            expected, _, field = str(error).rpartition(" - at `$.")
-            field = field.rstrip("`")
-            raise InvalidField(field, f"{expected.lower()}, got {given[field]!r}") from error
+        check_limits(self, RequestFields)
 
 
-NAMES = RequestFields.__struct_fields__
 MAX_REQUEST_ID_CHARS = 512
 PART = "\u241f"  # "␟", the symbol for a unit separator: in ids that are made of a client's id, and in no id of a client
 REQUEST_ID = f"^[^{PART}]*$"  # a regular expression for ids of clients
@@ -96,3 +90,26 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     fingerprint: str = ""
     session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     adapter: str = ""
+
+
+def check_prompt(ids: Sequence[int], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:
+    """Raise InvalidField for ``field`` unless ``ids`` is a prompt of this model, and ContextLengthExceeded unless it
+    leaves room for one token of output."""
+    if not ids:
+        raise InvalidField(field, "expected at least one token")
+    check_room(len(ids), 1, max_model_len, field)
+    check_vocabulary(ids, vocab_size, field)
+
+
+def check_room(prompt_tokens: int, output_tokens: int, max_model_len: int, field: str) -> None:
+    """Raise ContextLengthExceeded, for ``field``, unless the prompt leaves room for so many tokens of output."""
+    if prompt_tokens + output_tokens > max_model_len:
+        asked = f"a prompt of {prompt_tokens} tokens, and room for at least {output_tokens} of output"
+        raise ContextLengthExceeded(field, max_model_len, asked)
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise InvalidField for an id outside of the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(t for t in ids if not 0 <= t < vocab_size)
+        raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")

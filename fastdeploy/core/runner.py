@@ -9,7 +9,7 @@ from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 
 
-class ChunkReceipt(NamedTuple):
+class PartReceipt(NamedTuple):
     """Number of tensors of one source, and of their bytes."""
 
     tensors: int
@@ -39,7 +39,7 @@ class Staged(NamedTuple):
 
 
 class Staging(Protocol):
-    """New weights under construction, beside the serving weights or (in place) instead of them. One thread at a time
+    """New weights under construction, beside the serving weights. One thread at a time
     calls ``add`` and ``finish``, which may hang in a read. Another thread may call ``abandon`` meanwhile."""
 
     def add(
@@ -48,7 +48,7 @@ class Staging(Protocol):
         checksums: Mapping[str, str],
         verify_checksum: bool = False,
         form: PartFormat = PLAIN,
-    ) -> ChunkReceipt:
+    ) -> PartReceipt:
         """Read all tensors of ``source``, check them (name, shape, type, finite, checksums, not twice), and pack them.
         The source is not needed afterwards. Raises OutOfSpace, or WeightUpdateRefused, which names the file or tensor.
         After an error only ``abandon`` may be called."""
@@ -57,7 +57,7 @@ class Staging(Protocol):
         """Return the complete weights. Raises WeightUpdateRefused, which names the tensors that are missing."""
 
     def abandon(self) -> None:
-        """Free the staged weights (in place: and the rest of the old weights), without waiting for an ``add`` that
+        """Free the staged weights, without waiting for an ``add`` that
         hangs. Such an ``add`` raises when it comes back, and changes nothing."""
 
 
@@ -95,12 +95,12 @@ class WeightMove(Protocol):
 class Runner(Protocol):
     """A worker that runs the model. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread, a
     Staging, a WeightMove, ``checksums`` and ``export`` on other threads, beside steps. Only a commit changes the
-    results of ``execute`` (in place: nothing may execute from the first ``add`` to the commit).
+    results of ``execute``.
 
     fingerprint: over all tensors that serve; None without complete weights. standby_nbytes: memory of the standby copy,
     the packed weights that do not serve. New weights are written into it, and the old weights become the next one.
-    has_weights: there are complete weights to execute with. False while weights sleep, after a sleep that discarded
-    them, and from the first tensor of an in-place update on; a commit makes it True.
+    has_weights: there are complete weights to execute with. False while weights sleep, and after a sleep that discarded
+    them; a commit makes it True.
     asleep: the tags that sleep.
     """
 
@@ -124,13 +124,13 @@ class Runner(Protocol):
         finite changes no bit of other chunks.
 
         ``between_layers`` is called now and then while the step computes. If it returns True, the step is given up and
-        the result is None. The copies are made in that case, the runner knows all that the plan tells of sequences, and
-        the KV at the plan's positions may be overwritten. Nothing else has changed."""
+        the result is None. The copies are made in that case, the runner knows what the plan says of sequences, and the
+        KV at the plan's positions may be overwritten. Nothing else has changed."""
         ...
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> Staging:
+    def begin_update(self, partial: bool, delta: bool = False) -> Staging:
         """Begin to stage. partial: tensors that do not arrive keep the value that serves at the commit. delta: the same
-        for each value, as parts may change some values of a tensor; not with ``in_place``. Raises WrongOrder while
+        for each value, as parts may change some values of a tensor. Raises WrongOrder while
         "weight" sleeps, and for a partial update of incomplete weights, or a delta."""
 
     def commit(self, weights: Any) -> None:

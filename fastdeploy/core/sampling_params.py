@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from fastdeploy.core.errors import InvalidField
 
@@ -15,15 +18,19 @@ MAX_PROMPT_LOGPROB_ENTRIES = 2**19
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
 NO_SEED = -1  # of clients, as in vLLM: a seed is chosen for them
-LOGPROBS_MODES = ("raw", "temperature", "processed")
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+LogprobsMode = Literal["raw", "temperature", "processed"]
+LOGPROBS_MODES = get_args(LogprobsMode)
+TOP = "absent = none; 0 = of the sampled token only; k = of the k best tokens too"
+PROMPT_TOP = "the same for the prompt's tokens, always raw"
+# The words of msgspec for types -> ours.
+WORDS = {"Expected": "expected", "`float": "a number", "`int": "an integer", "`array": "a list", " | null": "", "`": ""}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parameters of sampling. The API server checks them, and the engine once more.
+    """Parameters of sampling. They are declared here alone: HTTP bodies and their description take names, types, limits
+    and defaults from here. The API server checks them, and the engine once more, since it trusts no client.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, relative to the best token.
-    logprobs: None = none; 0 = of the sampled token only; k = of the k best tokens too. prompt_logprobs: the same for
-    the prompt's tokens, always raw.
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
     processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
     (greedy: after penalties and bans). processed returns fewer than k if fewer tokens can be drawn.
@@ -34,46 +41,30 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     chooses a seed for each request.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    min_tokens: Annotated[int, Meta(ge=0, description="at most max_tokens")] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32, description="0 is off")] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="0 is off; relative to the best token")] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**SEED_BITS - 1)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprobs_mode: str = "raw"
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description=TOP)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS, description=PROMPT_TOP)] | None = None
+    logprobs_mode: LogprobsMode = "raw"
     return_kept: bool = False
 
     def check(self) -> SamplingParams:
         """Return self, or raise InvalidField naming the first field that is out of range."""
-        top = self.prompt_logprobs or 0
-        with_kept = self.logprobs is not None and self.logprobs_mode == "processed"
-        for field, ok, expected in (
-            ("max_tokens", self.max_tokens >= 1, "an integer >= 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "an integer from 0 to max_tokens"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
-            ("top_k", 0 <= self.top_k <= MAX_INT32, "an integer from 0 to 2**31 - 1 (0 or -1 = off)"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "a number from -2 to 2"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
-            ("seed", 0 <= (self.seed or 0) < 2**SEED_BITS, "an integer from 0 to 2**63 - 1"),
-            ("stop_token_ids", all(0 <= t <= MAX_INT32 for t in self.stop_token_ids), "token ids"),
-            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
-            ("prompt_logprobs", 0 <= top <= MAX_PROMPT_LOGPROBS, f"an integer from 0 to {MAX_PROMPT_LOGPROBS}"),
-            ("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}"),
-            ("return_kept", not self.return_kept or with_kept, "logprobs in mode processed with it"),
-        ):
-            if not ok:
-                raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")
+        check_limits(self, SamplingParams)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidField("min_tokens", f"expected an integer from 0 to max_tokens, got {self.min_tokens}")
+        if self.return_kept and (self.logprobs is None or self.logprobs_mode != "processed"):
+            raise InvalidField("return_kept", "expected logprobs in mode processed with it")
         return self
 
     def seeded(self) -> SamplingParams:
@@ -93,3 +84,21 @@ def check_prompt_logprobs(top: int | None, num_tokens: int, field: str = "prompt
     if top is not None and (entries := num_tokens * (top + 1)) > MAX_PROMPT_LOGPROB_ENTRIES:
         expected = f"at most {MAX_PROMPT_LOGPROB_ENTRIES} logprobs of prompts in one request"
         raise InvalidField(field, f"expected {expected}, got {num_tokens} prompt tokens x {top + 1} = {entries}")
+
+
+def check_limits(fields: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    """Raise InvalidField naming the first field of ``kind`` whose value in ``fields`` breaks its declaration."""
+    given = {name: getattr(fields, name) for name in kind.__struct_fields__}
+    try:
+        msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        plain = {name: value.item() for name, value in given.items() if hasattr(value, "item")}  # numbers of numpy
+        if plain:
+            return check_limits(msgspec.structs.replace(fields, **plain), kind)
+        message, _, path = str(error).rpartition(" - at `$.")
+        field, expected = re.split(r"[\[`]", path)[0], message.partition(", got ")[0]
+        for word, ours in WORDS.items():
+            expected = expected.replace(word, ours)
+        if message.startswith("Invalid enum"):
+            expected = f"expected one of {', '.join(get_args(get_type_hints(kind)[field]))}"
+        raise InvalidField(field, f"{expected}, got {given[field]!r}") from error

@@ -1,69 +1,123 @@
-"""Sources and labels of new weights."""
+"""Sources of new weights, which of them are allowed, and the form and the label of what they bring.
+
+A new kind of source is a class here, and a member of ``Source``.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from typing import Any, ClassVar
 
 import msgspec
 
+from fastdeploy.core.config import UPLOAD_PREFIX, upload_folders
+from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.core.files import SHARED_MEMORY, path_problem
+
 MAX_VERSION_CHARS = 256
 MAX_TENSORS = 32_768  # of one update
+MAX_NBYTES = 2**63 - 1
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of a PEFT folder
 
 
-class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """A Hugging Face folder of safetensors. All of it is read before the reply; then the trainer may delete it."""
+class SourcePolicy:
+    """The sources that one engine allows. roots: folders that weights may be read from; none = no folder and no shared
+    memory. upload_dir: setting of the folder of uploads. Uploads are always allowed, since the HTTP route has checked
+    them.
 
+    The loop's thread checks a source, so the check opens no file: a dead mount would block the thread. The staging
+    thread checks, when it opens a folder, that the folder lies beneath a root after all links are followed."""
+
+    def __init__(self, roots: tuple[str, ...], upload_dir: str):
+        reals = [os.path.realpath(root) for root in roots]
+        self.folders_allowed = bool(roots)
+        self.segments_allowed = any(os.path.commonpath([SHARED_MEMORY, root]) == root for root in reals)
+        self.upload_folders = tuple(os.path.normpath(folder) for folder in upload_folders(upload_dir))
+
+    def check(self, source: Source, folder_field: str = "model_path") -> None:
+        """Raise InvalidField, naming the field of the route, if the source is not allowed. folder_field: the field that
+        names a folder."""
+        source.check(self, folder_field)
+
+
+class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
+    """A Hugging Face folder of safetensors. All of it is read before the reply; then the trainer may delete it.
+
+    Each kind of source says these things of itself. may_hang: a read may never end, because the bytes may lie on
+    another host, which may be gone. on_every_host: a replica on another host reads it by the same name."""
+
+    may_hang: ClassVar[bool] = True
+    on_every_host: ClassVar[bool] = True
     path: str
+
+    def check(self, policy: SourcePolicy, folder_field: str) -> None:
+        """See ``SourcePolicy.check``."""
+        if (problem := path_problem(self.path)) is not None:
+            raise InvalidField(folder_field, problem)
+        if not policy.folders_allowed:
+            why = f"{self.path!r} is refused: no folder is allowed without --model-root"
+            raise InvalidField(folder_field, why)
 
 
 class FileSource(msgspec.Struct, frozen=True, tag="file"):
     """One safetensors file that the API server has written (an upload). The API server deletes it after the reply."""
 
+    may_hang: ClassVar[bool] = False
+    on_every_host: ClassVar[bool] = False
+    nbytes: ClassVar[int] = 0
     path: str
+
+    @property
+    def file(self) -> str:
+        """The path of the file. Every source of one file has one, and ``nbytes`` of it; 0 = all."""
+        return self.path
+
+    def check(self, policy: SourcePolicy, folder_field: str) -> None:
+        """See ``SourcePolicy.check``."""
+        folder, name = os.path.split(self.path)
+        is_upload = folder in policy.upload_folders and name.startswith(UPLOAD_PREFIX)
+        if path_problem(self.path) is not None or not is_upload:
+            raise InvalidField("body", "expected the path of an upload to an API server of this engine")
 
 
 class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
     """A POSIX shared memory segment (shm_open) in safetensors layout. It is copied before it is checked, so the trainer
-    may overwrite it. nbytes 0 = the whole segment."""
+    may overwrite it. The trainer stays its owner: nothing here unlinks it. nbytes 0 = the whole segment."""
 
+    may_hang: ClassVar[bool] = False
+    on_every_host: ClassVar[bool] = False
     name: str
     nbytes: int = 0
 
+    @property
+    def file(self) -> str:
+        """See ``FileSource.file``. Raises WeightUpdateRefused for a name with slashes."""
+        plain = self.name.removeprefix("/")
+        if plain in ("", ".", "..") or "/" in plain:
+            raise WeightUpdateRefused(f"{self.name}: is not the name of a shared memory segment", file=self.name)
+        return f"{SHARED_MEMORY}/{plain}"
 
-class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
-    """The next piece of one safetensors file, which is added in pieces while its upload is received. The bytes [offset,
-    offset + nbytes) of the file ``path``, which the API server may overwrite after the reply.
-
-    stream: names the upload. start: bytes of the upload before this piece. state: "open" = the upload goes on,
-    "complete" = it ends with this piece, "broken" = it broke off, and there is no piece. The tensors of an upload count
-    as arrived once it is complete."""
-
-    stream: str
-    path: str
-    offset: int
-    nbytes: int
-    start: int
-    state: Literal["open", "complete", "broken"]
-
-
-WholeSource = FolderSource | FileSource | SharedMemorySource
-Source = WholeSource | StreamSource
+    def check(self, policy: SourcePolicy, folder_field: str) -> None:
+        """See ``SourcePolicy.check``."""
+        plain, name = self.name.removeprefix("/"), self.name
+        if "/" in plain or plain in (".", "..") or path_problem(plain) is not None:
+            raise InvalidField("shared_memory", f"expected the name of a POSIX segment, without slashes, got {name!r}")
+        if not 0 <= self.nbytes <= MAX_NBYTES:
+            raise InvalidField("nbytes", f"expected an integer from 0 to 2**63 - 1, got {self.nbytes}")
+        if not policy.segments_allowed:
+            raise InvalidField("shared_memory", f"{SHARED_MEMORY} is not under an allowed root (--model-root)")
 
 
-def may_hang(source: object) -> bool:
-    """Return whether a read of ``source`` may never end. A folder may lie on another host, which may be gone. All else
-    is in memory, or in a file that the API server of this host has written."""
-    return isinstance(source, FolderSource)
+Source = FolderSource | FileSource | SharedMemorySource
 
 
 class PartFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The way in which the tensors of a part are written. The default is plain safetensors.
 
-    encoding: "dense" (the values), "overwrite" (the indices and values that changed) or "xor" (the bits of the new
-    values xor those of the base). compression: "none" or "zstd". With any other than dense and none, each tensor of the
-    source is its payload, of dtype U8 (core/delta_format.py). fingerprints: {tensor: the fingerprint, in hex, that the
-    tensor must have once this part is applied}, for any of the tensors."""
+    encoding: "dense" (the values) or "overwrite" (the indices and values that changed). compression: "none" or "zstd".
+    With any other than dense and none, each tensor of the source is its payload, of dtype U8 (core/delta_format.py).
+    fingerprints: {tensor: the fingerprint, in hex, that the tensor must have once this part is applied}, for any of the
+    tensors."""
 
     encoding: str = "dense"
     compression: str = "none"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from fastdeploy.core.errors import (
-    ContextLengthExceeded,
     DuplicateRequest,
     FastDeployError,
     InvalidField,
@@ -13,7 +12,7 @@ from fastdeploy.core.errors import (
     RequestsRejected,
 )
 from fastdeploy.core.request import Group, Request, Scope
-from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.request_fields import AddRequest, check_prompt, check_vocabulary
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.core.served_weights import adapter_scope
@@ -56,7 +55,7 @@ class AdmissionControl:
 
     def add(self, client: str, add: AddRequest) -> None:
         """Accept a request, or attach ``client`` to the retained request of the same id, or reject the request.
-        An exception that is not a FastDeployError is raised again after the client was told."""
+        An exception that is not a FastDeployError is raised again after the client has got it."""
         try:
             if (record := self._retention.find(add)) is not None:
                 self._lifecycle.attach(client, record)
@@ -106,17 +105,10 @@ class AdmissionControl:
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def _check_prompt(self, add: AddRequest) -> None:
-        prompt, limit, vocab_size = add.prompt_token_ids, self._info.max_model_len, self._info.vocab_size
-        if not prompt:
-            raise InvalidField("prompt", "expected at least one token")
-        if len(prompt) >= limit:
-            asked = f"a prompt of {len(prompt)} tokens, and room for at least 1 of output"
-            raise ContextLengthExceeded("prompt", limit, asked)
+        prompt, vocab_size = add.prompt_token_ids, self._info.vocab_size
+        check_prompt(prompt, self._info.max_model_len, vocab_size)
         check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise InvalidField("prompt", f"expected token ids from 0 to {vocab_size - 1}")
-        if max(add.sampling.stop_token_ids, default=0) >= vocab_size:
-            raise InvalidField("stop_token_ids", f"expected token ids from 0 to {vocab_size - 1}")
+        check_vocabulary(add.sampling.stop_token_ids, vocab_size, "stop_token_ids")
         if add.resumed_tokens >= len(prompt):
             expected = f"an integer from 0 to {len(prompt) - 1} (one less than the tokens of the prompt)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")

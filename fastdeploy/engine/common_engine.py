@@ -16,39 +16,25 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.cache_manager.adapter_memory import AdapterMemory
-from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, RequestError
-from fastdeploy.core.events import EventKind, EventLog
+from fastdeploy.core.events import EventKind
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.process import VERSION, host_id
-from fastdeploy.core.request import FinishReason
+from fastdeploy.core.request import FinishReason, NewTokens
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.engine.adapters.registry import AdapterRegistry
-from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.field_checks import check_label
 from fastdeploy.engine.handlers import handlers_of, handles
 from fastdeploy.engine.inbox import Inbox
-from fastdeploy.engine.leadership import Leadership
-from fastdeploy.engine.pauses.scopes import ScopeRegistry
-from fastdeploy.engine.requests.delivery import ClientProcess, Delivery, process_runs
-from fastdeploy.engine.requests.lifecycle import RequestLifecycle
-from fastdeploy.engine.requests.retention import RetainedLog, Retention
-from fastdeploy.engine.sleep import Sleeper
-from fastdeploy.engine.updates.weight_switch import WeightSwitch
-from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.engine.parts import build_parts
+from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
+from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
-from fastdeploy.engine.views.state import EngineParts, fleet_state
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers
+from fastdeploy.engine.views.viewers import Viewers, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.pacer import StepPacer
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -71,52 +57,36 @@ class CommonEngine:
         runs: Callable[[int], bool] = process_runs,
         retained_log: RetainedLog | None = None,
     ):
-        info = runner.info
+        info = self.info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
-        self.config, self.info, self.boot_id = config, info, boot_id or uuid.uuid4().hex
-        self._runner, self._transport, self._clock, wake = runner, transport, clock, transport.wake
-        events, metrics = self.events, self.metrics = EventLog(clock), EngineMetrics()
-
-        self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
-        self.adapter_memory = AdapterMemory(config.adapter_memory_mb << 20)
-        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-        scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory, events)
-
-        retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log or RetainedLog())
-        delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
-        lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
-
-        scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, self.boot_id, clock, events)
-        policy, stage_timeout_s = SourcePolicy(config.model_roots, config.upload_dir), config.stage_timeout_s
-        adapters = AdapterRegistry(config, runner, scopes, scheduler, lifecycle, metrics, policy, wake, clock, events)
-        switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
-        pause, clients = scopes.whole_pause, delivery.clients
-        weights = WeightSessions(runner, switch, pause, policy, wake, clock, stage_timeout_s, clients, events)
-        sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, stage_timeout_s)
-        admission = AdmissionControl(
-            info, config.max_waiting, scheduler, delivery, lifecycle, retention, scopes, adapters
+        self.config, self.boot_id = config, boot_id or uuid.uuid4().hex
+        self._runner, self._transport, self._clock = runner, transport, clock
+        log_of_retained = retained_log or RetainedLog()
+        self._parts = parts = build_parts(
+            config, runner, transport, self.boot_id, on_commit, clock, runs, log_of_retained
         )
-        leadership = Leadership(clock, clients)
-
-        self._parts = EngineParts(runner, scheduler, metrics, retention, scopes, adapters, weights, switch, leadership)
-        add_gauges(self._parts, config.short_lives)
-        self.viewers, self._non_finite = Viewers(events, self._parts, clock), NonFiniteWatch(metrics)
-        self.scheduler, self.retention, self.delivery, self.lifecycle = scheduler, retention, delivery, lifecycle
-        self.scopes, self.pause, self.adapters, self._switch = scopes, pause, adapters, switch
-        self.weights, self.sleeper, self.leadership = weights, sleeper, leadership
-        self._inbox = Inbox(transport, leadership.leads)
+        self.events, self.metrics, self.scheduler, self.kv = (
+            parts.events,
+            parts.metrics,
+            parts.scheduler,
+            parts.scheduler.kv,
+        )
+        self.retention, self.delivery, self.lifecycle = parts.retention, parts.delivery, parts.lifecycle
+        self.scopes, self.pause, self.adapters = parts.scopes, parts.scopes.whole_pause, parts.adapters
+        self.weights, self.sleeper, self.gateway_lease = parts.weights, parts.sleeper, parts.gateway_lease
+        self.viewers, self._non_finite = Viewers(self.events, parts, clock), NonFiniteWatch(self.metrics)
+        add_gauges(parts, config.short_lives)
+        self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
-            AddRequest: admission.add,
-            m.CancelRequest: lifecycle.cancel,
+            AddRequest: parts.admission.add,
+            m.CancelRequest: self.lifecycle.cancel,
             m.Call: self._call,
             m.Malformed: self._malformed,
-            m.FenceAck: delivery.acknowledge,
+            m.FenceAck: self.delivery.acknowledge,
         }
-        self._on_call = handlers_of(
-            self, lifecycle, scopes, weights, switch, adapters, adapters.lookups, sleeper, self.viewers
-        )
+        self._on_call = handlers_of(self, self.viewers, self.adapters.lookups, *parts)
         if config.lost_commit:
             self.weights.hold_for_republish()
 
@@ -145,8 +115,8 @@ class CommonEngine:
 
     def _dismiss_gateway(self) -> None:
         """Drop the gateway that leads. Its requests need not end with this engine: they go on at another one."""
-        if self.leadership.gateway:
-            self.delivery.dismiss(self.leadership.gateway)
+        if self.gateway_lease.gateway:
+            self.delivery.dismiss(self.gateway_lease.gateway)
 
     def stop(self) -> None:
         """Ask the loop to end. Safe to call from any thread and from a signal handler."""
@@ -155,7 +125,7 @@ class CommonEngine:
 
     def run_once(self, block: bool) -> None:
         """Run one round of the loop. Every invariant of the engine holds between any two lines of this function."""
-        for client, message in self._inbox.take(self._idle_time() if block else 0.0):
+        for client, message in self._inbox.receive(self._idle_time() if block else 0.0):
             self._handle(client, message)
             self.weights.swap_prepared()
         self.send_heartbeats()
@@ -195,7 +165,7 @@ class CommonEngine:
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
-    def _step(self, plan: StepPlan) -> list[NewToken]:
+    def _step(self, plan: StepPlan) -> list[NewTokens]:
         if not self.events.watched_steps:
             return self._compute(plan) or []
         began, requests = self._clock(), self.scheduler.in_flight
@@ -204,7 +174,7 @@ class CommonEngine:
         self.events.add(EventKind.STEP, "", seconds=self._clock() - began, **fields)
         return tokens or []
 
-    def _compute(self, plan: StepPlan) -> list[NewToken] | None:
+    def _compute(self, plan: StepPlan) -> list[NewTokens] | None:
         """Compute one step. Return its tokens, or None if the step was given up for a pause."""
         result = self._runner.execute(plan, self._between_layers)
         if result is None:
@@ -275,8 +245,8 @@ class CommonEngine:
                 self.delivery.reply(client, call.call_id, result, error)
 
         try:
-            self.leadership.check(call.args, client)
-            self.leadership.note_change(call.change, client)
+            self.gateway_lease.check(call.args, client)
+            self.gateway_lease.note_change(call.change, client)
             result = self._on_call[type(call.args)](call.args, client, answer)
         except Exception as error:
             answer({}, error)
@@ -288,7 +258,7 @@ class CommonEngine:
 
     @handles(m.LeadArgs)
     def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
-        self.leadership.lead(args, client)
+        self.gateway_lease.lead(args, client)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)
         return fleet_state(self._parts)
@@ -299,7 +269,7 @@ class CommonEngine:
 
     @handles(m.AbortArgs)
     def _abort(self, args: m.AbortArgs, client: str) -> dict[str, Any]:
-        return self.scopes.abort(args, None if self.leadership.leads(client) else client)
+        return self.scopes.abort(args, None if self.gateway_lease.leads(client) else client)
 
     @handles(m.MetricsArgs)
     def _metrics_text(self, args: m.MetricsArgs) -> dict[str, Any]:
@@ -329,7 +299,7 @@ class CommonEngine:
         unloaded = self.adapters.unload_all()  # the next run may use the same names
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
-        self._switch.relabel(args.version)
+        self._parts.switch.relabel(args.version)
         return {
             "aborted": len(aborted),
             "released": released,

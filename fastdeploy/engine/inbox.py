@@ -22,21 +22,21 @@ class Inbox:
         self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []
         self._abandoned = False
 
-    def take(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine | m.Malformed]]:
+    def receive(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine | m.Malformed]]:
         """Return all messages that wait to be handled. If there are none, wait as ``Transport.recv`` does."""
         read, self._read = self._read, []
         return read + self._transport.recv(0.0 if read else timeout_s)
 
     def pause_has_come(self) -> bool:
-        """Return whether a new pause makes the step in flight useless, so that the runner must abandon the step. Called
-        between two layers. :meth:`take` returns the pause with the other messages later."""
+        """Return whether a pause has come for which the runner must abandon the step in flight. Called between two
+        layers. :meth:`receive` returns the pause with the other messages later."""
         arrived = self._transport.recv(0.0)
         self._read += arrived
-        useless = any(
+        wanted = any(
             isinstance(message, m.Call) and closes_whole_engine(message.args) and self._may_pause(client)
             for client, message in arrived
         )
-        if self._abandoned or not useless:
+        if self._abandoned or not wanted:
             return False
         self._abandoned = True
         return True

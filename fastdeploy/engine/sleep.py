@@ -134,7 +134,7 @@ class Sleeper:
             self._fall_asleep(call, None)
             return
 
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+        def on_written(_: None, error: FastDeployError | None, seconds: float) -> None:
             self._writing = None
             if isinstance(error, StagingTimeout):
                 error = PauseTimeout(f"{_TOO_LATE}: the weights were being written")
@@ -147,7 +147,7 @@ class Sleeper:
 
         self._writing = call
         timeout_s = max(call.deadline - self._clock(), 0.0)
-        self._weights.thread.submit(Job(self, written.run, done, timeout_s, reads=True))
+        self._weights.thread.submit(Job(self, written.run, on_written, timeout_s, reads=True))
 
     def _fall_asleep(self, call: PausedCall, written: WeightMove | None) -> None:
         self._num_open -= 1
@@ -184,7 +184,7 @@ class Sleeper:
             answer(self._woken(tags, None), None)
             return
 
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+        def on_read(_: None, error: FastDeployError | None, seconds: float) -> None:
             self._wakes = False
             report: dict[str, Any] = {}
             if error is None:
@@ -200,7 +200,7 @@ class Sleeper:
             answer({**self._state(), **report}, error)
 
         self._wakes = True
-        self._weights.thread.submit(Job(self, read.run, done, self._wake_timeout_s, reads=True))
+        self._weights.thread.submit(Job(self, read.run, on_read, self._wake_timeout_s, reads=True))
 
     def _tags_to_wake(self, args: WakeArgs) -> tuple[str, ...]:
         asleep = self._runner.asleep
@@ -224,7 +224,6 @@ class Sleeper:
             self._weights.hold_for_republish(locked=NO_WEIGHTS)
         elif WEIGHT in tags:
             self._weights.refresh_standby()  # the sleep has freed the standby copy
-            self._weights.release_in_place_hold()
         self._release_hold_if_unused()
         return {**self._state(), "state": self._pause.phase.value, "still_held_by": list(self._pause.holds)}
 

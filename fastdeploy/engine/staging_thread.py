@@ -24,18 +24,18 @@ MAX_LEFT_BEHIND = 4  # abandoned jobs that still hang
 
 @dataclass(eq=False)
 class Job:
-    """``work`` runs on a thread. ``done(result, error, seconds)`` is called once, on the loop's thread. owner:
+    """``work`` runs on a thread. ``on_end(result, error, seconds)`` is called once, on the loop's thread. owner:
     ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
     files and may hang. discard: called with the result of an abandoned job, on the loop's thread, if one comes.
     deadline: on the loop's clock; given if the time in the queue counts too. Otherwise it is set at the start.
 
-    The result may be a second copy of the weights. So after ``done`` nothing may refer to the job, and an error must
+    The result may be a second copy of the weights. So after ``on_end`` nothing may refer to the job, and an error must
     not refer to the stack frames of its exception.
     """
 
     owner: object
     work: Callable[[], Any] | None  # None once started: the closure refers to the staged weights
-    done: Callable[[Any, FastDeployError | None, float], None]
+    on_end: Callable[[Any, FastDeployError | None, float], None]
     timeout_s: float
     reads: bool
     discard: Callable[[Any], None] | None = None
@@ -104,11 +104,11 @@ class StagingThread:
         for job in [job for job in self._running if job.owner is owner]:
             self._leave_behind(job, error)
         for job in mine:
-            job.done(None, error, 0.0)
+            job.on_end(None, error, 0.0)
         self._start_next()
 
     def poll(self) -> None:
-        """Call ``done`` of each job that has finished or timed out, and start the next jobs."""
+        """Call ``on_end`` of each job that has finished or timed out, and start the next jobs."""
         for late in [job for job in self._left_behind if job.finished]:
             self._left_behind.remove(late)
             if late.discard is not None and late.result is not None:
@@ -117,7 +117,7 @@ class StagingThread:
         while (job := self._first_due()) is not None:
             if job.finished:
                 self._running.remove(job)
-                job.done(job.result, job.error, job.seconds)  # may end other jobs
+                job.on_end(job.result, job.error, job.seconds)  # may end other jobs
             else:
                 why = f"the work on the weights took longer than {job.timeout_s:g} s (timeout_s, --stage-timeout-s)"
                 log.error("%s; it is abandoned", why)
@@ -139,7 +139,7 @@ class StagingThread:
         self._first_late = min((job.deadline for job in self._queue), default=math.inf)
         for job in late:
             why = f"the work on the weights waited for other work until its {job.timeout_s:g} s were over"
-            job.done(None, StagingTimeout(f"{why} (timeout_s, --stage-timeout-s)"), 0.0)
+            job.on_end(None, StagingTimeout(f"{why} (timeout_s, --stage-timeout-s)"), 0.0)
 
     def close(self, error: FastDeployError) -> None:
         """End every job with ``error``, also a running one, when the engine ends."""
@@ -147,12 +147,12 @@ class StagingThread:
             self._closed = True
         jobs, self._queue, self._running = [*self._running, *self._queue], deque(), []
         for job in jobs:
-            job.done(None, error, 0.0)
+            job.on_end(None, error, 0.0)
 
     def _leave_behind(self, job: Job, error: FastDeployError) -> None:
         self._running.remove(job)
         self._left_behind.append(job)
-        job.done(None, error, self._clock() - job.started_at)
+        job.on_end(None, error, self._clock() - job.started_at)
 
     def _start_next(self) -> None:
         self._refuse_late()
@@ -162,7 +162,7 @@ class StagingThread:
                 if job.reads:
                     self.check_room()
             except UpdateInProgress as error:
-                job.done(None, error, 0.0)
+                job.on_end(None, error, 0.0)
                 continue
             job.started_at = self._clock()
             job.deadline = min(job.deadline, job.started_at + job.timeout_s)

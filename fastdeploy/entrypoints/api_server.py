@@ -9,8 +9,8 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -21,13 +21,16 @@ from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig, from_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import collect_rarely, setup_logging
+from fastdeploy.entrypoints.child import EventPipe
+from fastdeploy.entrypoints.process_tree import BACKLOG
+from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
-from fastdeploy.http.guards.keys import NO_KEYS, Keys, take_keys
-from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.http.guards.keys import NO_KEYS, Keys, pop_keys
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
-BACKLOG = 4096
+Config = TypeVar("Config", bound=ServerConfig)
 # Options of mallopt (malloc.h), and their values in bytes.
 KEEP_FREED_MEMORY = {-3: 4 << 20, -1: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
@@ -66,20 +69,10 @@ def make_server(
     return ApiServer(uvicorn_config, client, bound_s=config.shutdown_s / 4)
 
 
-async def serve(
-    config: ServeConfig,
-    keys: Keys,
-    tokenizer: Tokenizer | None,
-    endpoint: str,
-    listeners: Sequence[socket.socket],
-    events: EventPipe,
-) -> None:
-    client = EngineClient(ZmqConnector(endpoint), config.stall_s)
-    server = make_server(client, tokenizer, config, keys)
-    announcing = asyncio.create_task(announce(client, events))
-    collect_rarely()
-    await server.serve(sockets=list(listeners))
-    announcing.cancel()
+async def serve(config: ApiServerConfig, process: ServerProcess) -> None:
+    """Serve until a stop signal."""
+    client = EngineClient(ZmqConnector(config.endpoint), config.serve.stall_s)
+    await process.serve(client, config.serve)
 
 
 async def announce(client: ServingClient, events: EventPipe) -> None:
@@ -98,25 +91,46 @@ def keep_freed_memory() -> None:
             mallopt(option, nbytes)
 
 
-def main() -> int:
+class ServerProcess(NamedTuple):
+    """What a process that serves HTTP gets from its parent, beside its settings. fleet_key: None = of no fleet."""
+
+    keys: Keys
+    fleet_key: str | None
+    tokenizer: Tokenizer | None
+    listeners: Sequence[socket.socket]
+    events: EventPipe
+
+    async def serve(self, client: ServingClient, config: ServeConfig) -> None:
+        """Serve ``client`` until a stop signal. The parent gets the events "up" and "ready"."""
+        server = make_server(client, self.tokenizer, config, self.keys)
+        announcing = asyncio.create_task(announce(client, self.events))
+        collect_rarely()
+        await server.serve(sockets=list(self.listeners))
+        announcing.cancel()
+
+
+def run_server(
+    name: str, kind: type[Config], serve: Callable[[Config, ServerProcess], Coroutine[Any, Any, None]]
+) -> int:
+    """Run the main of a process that serves HTTP, and return the exit status. name: in the log. kind: of its settings,
+    which are on the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True, help="ServeConfig as JSON")
-    parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
+    parser.add_argument("--config", required=True, help=f"{kind.__name__} as JSON")
     parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="inherited listening sockets")
-    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the supervisor")
+    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the parent")
     args = parser.parse_args()
-    setup_logging("api")
+    setup_logging(name)
     keep_freed_memory()
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    config, keys, events = from_json(args.config, ServeConfig), take_keys(os.environ), EventPipe(args.event_fd)
+    config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
     try:
-        tokenizer = load_tokenizer(config.model)
+        process = ServerProcess(keys, pop_fleet_key(os.environ), load_tokenizer(config.serve.model), listeners, events)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, keys, tokenizer, args.endpoint, listeners, events))
+        runner.run(serve(config, process))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_server("api", ApiServerConfig, serve))

@@ -1,4 +1,4 @@
-"""One child process of a parent that watches it."""
+"""One child process of a parent that watches it, and the pipe for its events: one-way JSON lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,63 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fastdeploy.inter_communicator.event_pipe import EventReader
+import msgspec
+
+from fastdeploy.core.errors import shortened
 
 logger = logging.getLogger(__name__)
+REFUSED = 2  # exit status of a process whose model or settings cannot be served: a restart would not help
+MAX_WHY = 500  # characters
 KILLED_S = 30.0  # in which a process that was killed ends; the system may need seconds to free its memory
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class EventPipe:
+    """The child's end. A line is shorter than PIPE_BUF, so it is written as a whole. A supervisor that has ended is no
+    error."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        os.set_inheritable(fd, False)
+
+    def send(self, event: str, **fields: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
+
+    def beat(self) -> None:
+        """Send "alive", unless the pipe is full because the supervisor does not read."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        if poll.poll(0):
+            self.send("alive")
+
+    def refuse(self, error: Exception) -> int:
+        """Report why nothing can be served, and return the exit status."""
+        self.send("refused", why=shortened(" ".join(str(error).split()), MAX_WHY))
+        return REFUSED
+
+
+class EventReader:
+    """The supervisor's end. ``fd`` is non-blocking, for a selector."""
+
+    def __init__(self, fd: int):
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the events of all complete lines that are there."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.fd, 65536):
+                self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        return [msgspec.json.decode(line) for line in lines]
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class Child:

@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, Flag, ServeConfig, flags_of, is_loopback
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import VERSION, setup_logging
+from fastdeploy.entrypoints.fleet import Fleet
 from fastdeploy.entrypoints.fleet_flags import (
     DEFAULT_REPLICAS,
     add_fleet_flags,
@@ -22,15 +23,10 @@ from fastdeploy.entrypoints.fleet_flags import (
     put_fleet_key,
     ray_spec,
 )
+from fastdeploy.entrypoints.process_tree import ProcessTree
+from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, take_fleet_key
-
-
-class Parent(Protocol):
-    """The parent of the processes of a command."""
-
-    def run(self) -> int: ...
-
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
 
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)
@@ -132,24 +128,20 @@ def _without_flag(error: InvalidField) -> str:
 
 def make_parent(
     args: argparse.Namespace, engine: EngineConfig, serve: ServeConfig, keys: Keys, engine_module: str
-) -> Parent:
+) -> ProcessTree:
     """Return the parent process of the command. Raises InvalidField, which names a setting."""
     put_fleet_key(args.fleet_key_file, os.environ)
-    fleet_key = take_fleet_key(os.environ)
+    fleet_key = pop_fleet_key(os.environ)
     if args.command == "serve":
-        from fastdeploy.entrypoints.supervisor import Supervisor
-
         require_fleet_key(engine.fleet_endpoint, fleet_key)
         return Supervisor(engine, serve, engine_module, keys, fleet_key=fleet_key)
-    from fastdeploy.entrypoints.fleet import Fleet
-
     on_ray = args.ray is not None
     spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     return Fleet(engine, serve, fleet_config(args, engine.model_roots), number, spec, keys, fleet_key, engine_module)
 
 
-def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
+def main(argv: Sequence[str] | None = None, engine_module: str = ENGINE_MODULE) -> int:
     """Run the command line ``argv`` and return the exit status. engine_module: see Supervisor."""
     parser = make_parser()
     args = parser.parse_args(argv)

@@ -24,10 +24,10 @@ from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
+from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.event_pipe import EventPipe
-from fastdeploy.inter_communicator.fleet_key import require_fleet_key, take_fleet_key
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key, require_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def main() -> int:
     if args.lost_commit:
         config = msgspec.structs.replace(config, lost_commit=True)
     try:
-        fleet_key = take_fleet_key(os.environ)
+        fleet_key = pop_fleet_key(os.environ)
         require_fleet_key(config.fleet_endpoint, fleet_key)
         runner = load(config, lifeline)
         transport = listen(config, args.socket_dir, fleet_key)

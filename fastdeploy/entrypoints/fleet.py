@@ -1,9 +1,7 @@
 """The parent of a fleet on one host: of N replicas and one gateway. The parent starts them, replaces dead ones, and
 ends them all.
 
-The parent binds the gateway's address once, and every gateway inherits it. So no waiting connection is lost when the
-gateway is replaced. Likewise each replica keeps its port. With replicas that run elsewhere the parent has a gateway
-only.
+Each replica keeps its port when it is started again. With replicas that run elsewhere the parent has a gateway only.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import selectors
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,24 +21,63 @@ import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.process import host_id
-from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
-from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, BackOff, ProcessTree
-from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
-from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
+from fastdeploy.entrypoints.child import REFUSED, Child
+from fastdeploy.entrypoints.process_tree import (
+    FAILED,
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    PIPES,
+    BackOff,
+    ProcessTree,
+    bind,
+    url_of,
+    with_ports,
+)
+from fastdeploy.entrypoints.ray_launcher import RayConfig
+from fastdeploy.entrypoints.ray_replica import THREADS, ReplicaSpec
+from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, ServerConfig
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.event_pipe import REFUSED
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
 GATEWAY = "gateway"
 LOOPBACK = "127.0.0.1"
-THREADS = "FASTDEPLOY_CPU_THREADS"
 MAX_GATEWAY_DELAY_S = 2.0  # before a gateway that died is replaced
 GATEWAY_STALLS = 3  # a replica's clients notice nothing if it is killed, but those of a gateway lose their connections
+
+
+class LocalSpec(msgspec.Struct, frozen=True, tag="local"):
+    """Replicas that the parent starts. link_fd: inherited end of a socket pair. folder: of the replicas' sockets, which
+    the gateway removes if the parent dies."""
+
+    link_fd: int
+    folder: str
+
+
+class StaticSpec(msgspec.Struct, frozen=True, tag="static"):
+    """Replicas that somebody else runs."""
+
+    placements: list[Placement]
+
+
+class RaySpec(msgspec.Struct, frozen=True, tag="ray"):
+    """Replicas that Ray starts."""
+
+    ray: RayConfig
+    replica: ReplicaSpec
+
+
+LauncherSpec = LocalSpec | StaticSpec | RaySpec
+
+
+class GatewayConfig(ServerConfig, frozen=True, forbid_unknown_fields=True):
+    """Settings of a gateway. launcher: who starts the replicas."""
+
+    fleet: FleetConfig
+    launcher: LauncherSpec
 
 
 class Fleet(ProcessTree):
@@ -64,7 +100,7 @@ class Fleet(ProcessTree):
         engine_module: str = ENGINE_MODULE,
         first_delay_s: float = FIRST_DELAY_S,
     ):
-        super().__init__(serve_config.shutdown_s, first_delay_s)
+        super().__init__(serve_config, first_delay_s)
         self._back_offs[GATEWAY] = BackOff(first_delay_s, MAX_GATEWAY_DELAY_S)
         self._engine_config = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
         self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
@@ -84,26 +120,17 @@ class Fleet(ProcessTree):
     # ------------------------------------------------------------------ life
 
     def run(self) -> int:
-        """Block until everything has ended, and return the exit status, as Supervisor.run. Raises OSError if a port
-        cannot be bound."""
-        raise_open_files_limit()
-        self._listeners = bind_all(self._config)
-        self._config = with_ports(self._config, self._listeners)
-        self._folder = ipc_dir.create()
-        restore = self._catch_signals()
+        """See ProcessTree.run."""
         try:
-            for _ in range(self._num_replicas):
-                self._missing.add(self._add_replica())
-            self._start(GATEWAY)
-            self._run_until_ended()
+            return super().run()
         finally:
-            self._kill_all()
-            restore()
-            for listener in [*self._listeners, *self._replicas.values()]:
+            for listener in self._replicas.values():
                 listener.close()
-            self._selector.close()
-            ipc_dir.remove(self._folder)
-        return self._status
+
+    def _begin(self) -> None:
+        for _ in range(self._num_replicas):
+            self._missing.add(self._add_replica())
+        self._start(GATEWAY)
 
     # ------------------------------------------------------------------ replicas
 
@@ -260,8 +287,6 @@ class Fleet(ProcessTree):
 
     def _announce(self) -> None:
         self._announced = True
-        data, *control = [url_of(listener) for listener in self._listeners]
-        also = f", control at {control[0]}" if control else ""
         match self._spec:
             case StaticSpec(placements):
                 number = len(placements)
@@ -269,7 +294,7 @@ class Fleet(ProcessTree):
                 number = ray.replicas
             case _:
                 number = self._num_replicas
-        print(f"FastDeploy fleet of {number} serves {self._config.served_model_name} at {data}{also}", flush=True)
+        self._print_serving(f"fleet of {number} serves")
 
     def _on_refused(self, child: Child, why: str) -> None:
         if self._stopping:
@@ -277,7 +302,7 @@ class Fleet(ProcessTree):
         if self._announced:
             logger.error("%s cannot serve %s: %s", child.name, self._config.model, why)
             return
-        print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+        self._print_refusal(why)
         self._stop(REFUSED)
         self._kill_all()
 

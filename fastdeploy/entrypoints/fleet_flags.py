@@ -14,7 +14,7 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
-from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.fleet import LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig

@@ -21,7 +21,7 @@ from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.inproc_transport import InprocTransport
+from fastdeploy.inter_communicator.transport import InprocTransport
 
 T = TypeVar("T")
 

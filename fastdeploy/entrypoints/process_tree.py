@@ -1,23 +1,33 @@
 """A parent process and its children: each is started, watched, started again when it ends, and stopped in order.
 
 One thread waits on the event pipes of the children, on their pidfds, and on the wake-up pipe of signals.
+
+The parent binds the HTTP sockets once, and the children that serve HTTP inherit them. So no waiting connection is lost
+when one of them is replaced.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import signal
 import socket
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
+from fastdeploy.core.config import ServeConfig
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
+BACKLOG = 4096
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 LATE_TIMER_S = 0.5  # a timer that fires later than this shows that this process was stopped, or its host is slow
@@ -66,11 +76,14 @@ class BackOff:
 
 
 class ProcessTree(ABC):
-    """The children of this process, by name. shutdown_s: seconds for an orderly end, after which children are killed.
-    first_delay_s: see BackOff. status: the exit status so far."""
+    """The children of this process, by name. config: of the HTTP servers among them; its shutdown_s is the time for an
+    orderly end, after which children are killed. first_delay_s: see BackOff. listeners: bound already; none = bind
+    those of the config."""
 
-    def __init__(self, shutdown_s: float, first_delay_s: float = FIRST_DELAY_S):
-        self._shutdown_s = shutdown_s
+    def __init__(self, config: ServeConfig, first_delay_s: float, listeners: Sequence[socket.socket] = ()):
+        self._config = config
+        self._listeners = list(listeners)
+        self._shutdown_s = config.shutdown_s
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
@@ -79,9 +92,13 @@ class ProcessTree(ABC):
         self._status = 0
         self._stopping = False
         self._stop_deadline = 0.0
-        self._told_to_stop: set[int] = set()
+        self._asked_to_stop: set[int] = set()
 
     # ------------------------------------------------------------------ what a tree defines
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start the first children. The private folder of the sockets, ``_folder``, is there."""
 
     @abstractmethod
     def _make(self, name: str) -> Child:
@@ -109,6 +126,36 @@ class ProcessTree(ABC):
         self._stop(FAILED)
 
     # ------------------------------------------------------------------ life
+
+    def run(self) -> int:
+        """Block until everything has ended, and return the exit status: 0 after a stop signal, REFUSED if the model
+        cannot be served. Raises OSError if a port cannot be bound."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every connection needs an open file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._listeners = self._listeners or bind_all(self._config)
+        self._config = with_ports(self._config, self._listeners)
+        self._folder = ipc_dir.create()
+        restore = self._catch_signals()
+        try:
+            self._begin()
+            self._run_until_ended()
+        finally:
+            self._kill_all()
+            restore()
+            for listener in self._listeners:
+                listener.close()
+            self._selector.close()
+            ipc_dir.remove(self._folder)
+        return self._status
+
+    def _print_serving(self, what: str) -> None:
+        """Tell the user where ``what`` serves."""
+        data, *control = map(url_of, self._listeners)
+        also = f", control at {control[0]}" if control else ""
+        print(f"FastDeploy {what} {self._config.served_model_name} at {data}{also}", flush=True)
+
+    def _print_refusal(self, why: str) -> None:
+        print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
 
     def _start(self, name: str) -> None:
         child = self._children[name] = self._make(name)
@@ -208,11 +255,11 @@ class ProcessTree(ABC):
             self._on_hopeless(name)
             return
         logger.error("%s ended with status %d: restarting it in %g s", name, status, delay)
-        self._tell_of_short_lives(name, status)
+        self._warn_of_short_lives(name, status)
         self._due[name] = now + delay
 
-    def _tell_of_short_lives(self, name: str, status: int) -> None:
-        """Tell the operator of a child that ends again and again soon after it was ready. Such a child is always
+    def _warn_of_short_lives(self, name: str, status: int) -> None:
+        """Warn the operator of a child that ends again and again soon after it was ready. Such a child is always
         started again, so the server looks healthy."""
         if (number := self._back_offs[name].num_short_lives) >= MAX_FAILED_STARTS:
             why = signal.Signals(-status).name if status < 0 else f"status {status}"
@@ -261,8 +308,8 @@ class ProcessTree(ABC):
 
     def _stop_next(self) -> None:
         for child in self._next_to_stop():
-            if child.pid not in self._told_to_stop:  # a second signal would mean: at once
-                self._told_to_stop.add(child.pid)
+            if child.pid not in self._asked_to_stop:  # a second signal would mean: at once
+                self._asked_to_stop.add(child.pid)
                 child.signal(signal.SIGTERM)
 
     def _stop(self, status: int) -> None:
@@ -286,3 +333,39 @@ class ProcessTree(ABC):
 def _stop_signals() -> list[signal.Signals]:
     """Return the signals that stop the server: STOP_SIGNALS, without SIGHUP if it is ignored, as under nohup."""
     return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def bind_all(config: ServeConfig) -> list[socket.socket]:
+    """Open the listening sockets of ``config``: for all routes, and for the control port. Raises OSError."""
+    listeners = [bind(config.host, config.port)]
+    if config.control_port is not None:
+        listeners.append(bind(config.host, config.control_port))
+    return listeners
+
+
+def with_ports(config: ServeConfig, listeners: Sequence[socket.socket]) -> ServeConfig:
+    """Return ``config`` with the real ports of these listeners."""
+    names = ("port", "control_port")
+    ports = {name: listener.getsockname()[1] for name, listener in zip(names, listeners, strict=False)}
+    return msgspec.structs.replace(config, **ports)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Open a listening socket for all API servers. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a server that listens there."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

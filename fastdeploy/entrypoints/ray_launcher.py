@@ -1,4 +1,4 @@
-"""A fleet on Ray. Ray chooses the hosts, and starts again what died; this module tells it what to run.
+"""A fleet on Ray. Ray chooses the hosts, and starts again what died; this module says what to run.
 
 The replicas are detached actors with names, in a namespace for each fleet. So they outlive the gateway, and the next
 gateway of the same fleet finds them.

@@ -12,17 +12,15 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import to_json
-from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.process_tree import LATE_TIMER_S
+from fastdeploy.entrypoints.child import REFUSED, Child
+from fastdeploy.entrypoints.process_tree import FAILED, LATE_TIMER_S
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
-from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 logger = logging.getLogger(__name__)
 THREADS = "FASTDEPLOY_CPU_THREADS"
 REPLICA_MAIN = "fastdeploy.entrypoints.replica_main"
 RETRY_S = 5.0  # wait before the next try, if a replica ended before it served
-FAILED = 1
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):

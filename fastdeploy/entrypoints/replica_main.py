@@ -16,19 +16,18 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
 
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
 from fastdeploy.core.process import host_id, setup_logging
-from fastdeploy.entrypoints.supervisor import Supervisor
-from fastdeploy.http.guards.keys import take_keys
-from fastdeploy.inter_communicator.event_pipe import EventPipe
-from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+from fastdeploy.entrypoints.child import EventPipe
+from fastdeploy.entrypoints.process_tree import url_of
+from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
+from fastdeploy.http.guards.keys import pop_keys
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 
 logger = logging.getLogger(__name__)
-ENGINE_MODULE = "fastdeploy.entrypoints.engine_main"
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,20 +37,20 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serve: ServeConfig
 
 
-class ToParent:
-    """Reports to the parent's pipe (see supervisor.Report)."""
+class Replica(Supervisor):
+    """A supervisor that sends its parent events. events: the pipe to the parent."""
 
-    def __init__(self, events: EventPipe):
-        self._events = events
+    events: EventPipe
 
-    def serving(self, urls: Sequence[str], fleet_endpoint: str) -> None:
-        self._events.send("serving", url=urls[0], endpoint=fleet_endpoint, host=host_id())
+    def _show_serving(self) -> None:
+        url = url_of(self._listeners[0])
+        self.events.send("serving", url=url, endpoint=self._fleet_endpoint, host=host_id())
 
-    def refused(self, why: str) -> None:
-        self._events.send("refused", why=why)
+    def _show_refusal(self, why: str) -> None:
+        self.events.send("refused", why=why)
 
-    def alive(self) -> None:
-        self._events.beat()
+    def _show_alive(self) -> None:
+        self.events.beat()
 
 
 def main() -> int:
@@ -64,21 +63,21 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["FASTDEPLOY_LOG_NAME"] = args.name
     setup_logging("supervisor")
-    config, keys, events = from_json(args.config, ReplicaConfig), take_keys(os.environ), EventPipe(args.event_fd)
-    fleet_key = take_fleet_key(os.environ)
+    config, keys, events = from_json(args.config, ReplicaConfig), pop_keys(os.environ), EventPipe(args.event_fd)
+    fleet_key = pop_fleet_key(os.environ)
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    supervisor = Supervisor(
+    replica = Replica(
         config.engine,
         config.serve,
         args.engine_module,
         keys,
         fleet_key=fleet_key,
-        report=ToParent(events),
         listeners=listeners,
         one_group=True,
     )
+    replica.events = events
     try:
-        return supervisor.run()
+        return replica.run()
     except OSError as error:  # the address is taken
         return events.refuse(error)
 

@@ -36,7 +36,6 @@ from fastdeploy.fleet.weight_calls import (
     WeightInfoCall,
 )
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 
 
 class AgreeCall(FleetCall[m.Args]):
@@ -175,7 +174,7 @@ class LoadCall(FleetCall[m.LoadAdapterArgs]):
         if (entry := self._entry) is None:
             return
         entry.failed = True
-        self.state.note_past_adapter(entry.epoch)
+        self.state.raise_past_adapter_epoch(entry.epoch)
         if self.state.adapters.get(self.args.lora_name) is not entry:
             return
         before = entry.before
@@ -271,7 +270,7 @@ OWN_WAY: dict[type[m.Args], Callable[[Any, Context], FleetCall[Any]]] = {
     m.PauseStatusArgs: PauseStatusCall,
     m.UpdateWeightsArgs: UpdateCall,
     m.BeginUpdateArgs: BeginCall,
-    m.UpdateChunkArgs: PartCall,
+    m.UpdatePartArgs: PartCall,
     m.CheckUpdateArgs: CheckCall,
     m.CommitUpdateArgs: CommitCall,
     m.AbortUpdateArgs: AbortUpdateCall,
@@ -298,4 +297,4 @@ def call_for(args: m.Args, context: Context) -> FleetCall[Any]:
         return own_way(args, context)
     if args.one_member:
         return OneMemberCall(args, context)
-    return (FleetCall if args.access is Access.READ else AgreeCall)(args, context)
+    return (FleetCall if args.reads else AgreeCall)(args, context)

@@ -25,7 +25,6 @@ from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 
 if TYPE_CHECKING:
     import httpx
@@ -224,7 +223,7 @@ class FleetClient:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
-        if args.access is not Access.READ:
+        if not args.reads:
             await self._until_begun()
             self.membership.leadership.require()
         if isinstance(args, m.LoadAdapterArgs):
@@ -270,7 +269,7 @@ class FleetClient:
             raise errors.EngineDead("the server is shutting down")
 
     def _end_requests(self, args: m.Args) -> Ending:
-        """Let the requests that a call ends know it, and end what of them is at no replica. In one turn of the event
+        """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
         loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
         ending = Ending(args)
         for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():

@@ -20,7 +20,6 @@ from fastdeploy.fleet.remote import is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.control_call import Access
 
 
 class FleetControl:
@@ -132,10 +131,10 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if args.access is not Access.READ:
+        if not args.reads:
             self._membership.leadership.require()
         replicas, in_quorum = self._membership.quorum, True
-        if not replicas and args.access is Access.READ and not self._membership.leadership.leads:
+        if not replicas and args.reads and not self._membership.leadership.leads:
             replicas, in_quorum = self._membership.connected, False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")
@@ -177,7 +176,7 @@ class FleetControl:
         ]
         for session in [s for s in self.state.weight_sessions.values() if s.open and s.expires_at <= now]:
             calls.append(m.AbortUpdateArgs(session.id))
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         for args in calls:
             try:
                 self._start(args, {})

@@ -25,7 +25,7 @@ from fastdeploy.core.errors import (
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.relay import Part, Relay
+from fastdeploy.fleet.relay import Relay, RequestPart
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.fleet.state import FleetState
@@ -68,7 +68,7 @@ class Lookups:
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Let requests for an unknown name wait for a load that a client makes meanwhile."""
+        """Requests for an unknown name wait for a load that a client makes meanwhile."""
         self._loads[name] += 1
         try:
             yield
@@ -131,7 +131,9 @@ class Dispatcher:
         self._open_replicas = open_replicas
         self._max_waiting = max_waiting
         self._ready = ready
-        self._waiting: dict[Part, int] = {}  # in their order, with the number of choices that count for max_waiting
+        self._waiting: dict[
+            RequestPart, int
+        ] = {}  # in their order, with the number of choices that count for max_waiting
         self._num_new = 0  # choices that count
         self._task: asyncio.Task[None] | None = None
         self._changed = False  # since the task has begun its round
@@ -142,7 +144,7 @@ class Dispatcher:
         """Number of choices that wait for a replica."""
         return sum(part.num for part in self._waiting)
 
-    async def submit(self, part: Part, holder: Replica | None = None) -> None:
+    async def submit(self, part: RequestPart, holder: Replica | None = None) -> None:
         """Send a new part, behind those that wait. holder: the replica that has its result already. Raises
         DuplicateRequest, and QueueFull for a part that would wait beyond max_waiting."""
         if holder is not None:
@@ -155,14 +157,14 @@ class Dispatcher:
                 raise QueueFull(f"{message} (--max-waiting of every replica)", retry_after=RETRY_AFTER_S)
             self._wait(part)
 
-    def lost(self, part: Part) -> None:
+    def lost(self, part: RequestPart) -> None:
         """See Placer."""
         if self.closed:
             part.relay.outer.fail(EngineDead("the gateway is shutting down"))
         else:
             self._wait(part)
 
-    def refused(self, part: Part, replica: Replica, error: Exception) -> bool:
+    def refused(self, part: RequestPart, replica: Replica, error: Exception) -> bool:
         """See Placer."""
         part.refused_by.add(replica.name)
         if len(part.refused_by) >= MAX_REFUSALS or all(r.name in part.refused_by for r in self._open_replicas()):
@@ -170,8 +172,8 @@ class Dispatcher:
         self._wait(part)
         return True
 
-    def forget(self, parts: Iterable[Part]) -> None:
-        """Let parts wait no longer."""
+    def forget(self, parts: Iterable[RequestPart]) -> None:
+        """Take parts out of the queue."""
         for part in parts:
             self._num_new -= self._waiting.pop(part, 0)
             if part.timer is not None:
@@ -191,7 +193,7 @@ class Dispatcher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _send(self, part: Part) -> bool:
+    async def _send(self, part: RequestPart) -> bool:
         """Send a part. Return False if no replica may have it now."""
         if not self._ready(part.relay.request.adapter):
             return False
@@ -205,7 +207,7 @@ class Dispatcher:
                 return True
         return False
 
-    def _wait(self, part: Part) -> None:
+    def _wait(self, part: RequestPart) -> None:
         if part not in self._waiting:
             self._waiting[part] = 0 if part.relay.num_losses else part.num
             self._num_new += self._waiting[part]
@@ -225,7 +227,7 @@ class Dispatcher:
             why = "it waited for its first step for longer than max_queue_s"
             yield Limit(relay.began + request.max_queue_s, QUEUE_TIMEOUT, why)
 
-    def _give_up(self, part: Part, limit: Limit) -> None:
+    def _give_up(self, part: RequestPart, limit: Limit) -> None:
         relay = part.relay
         self.forget([part])
         relay.parts.discard(part)
@@ -246,7 +248,7 @@ class Dispatcher:
         finally:
             self._task = None
 
-    async def _send_one(self, part: Part) -> None:
+    async def _send_one(self, part: RequestPart) -> None:
         try:
             if await self._send(part):
                 self.forget([part])

@@ -23,8 +23,8 @@ from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.rebuild import SYSTEM, Report, new_fleet, republish_hold
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.rebuild import SYSTEM, StateReport, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
 from fastdeploy.fleet.transfer import Transfer
@@ -57,7 +57,7 @@ class Joiner:
         self,
         config: FleetConfig,
         state: FleetState,
-        leadership: Leadership,
+        leadership: GatewayLeadership,
         replicas: Mapping[str, Replica],
         transfer: Transfer,
     ):
@@ -78,10 +78,10 @@ class Joiner:
         while True:
             await state.until(lambda: state.changing == 0)
             revision = state.revision
-            report = replica.note(await replica.client.call(m.FleetStateArgs()))
+            report = replica.keep_report(await replica.client.call(m.FleetStateArgs()))
             if state.changing or state.revision != revision:
                 continue
-            state.note_past_adapter(report["past_adapter_epoch"])
+            state.raise_past_adapter_epoch(report["past_adapter_epoch"])
             self._check_fit(replica)
             difference = next(self._differences(replica, report), None)
             if difference is None:
@@ -117,28 +117,30 @@ class Joiner:
 
     # ------------------------------------------------------------------ differences
 
-    def _differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         """Yield the differences, in the order in which they must be mended."""
         state = self._state
         asleep, wanted = set(report["asleep"]), set(state.asleep)
         same_sleep = "weight" in asleep & wanted and report["weight_epoch"] == state.weight_epoch
         too_deep = asleep - wanted if same_sleep else asleep - (wanted - {"weight"})
         if too_deep:
-            yield Difference(f"{sorted(too_deep)} sleep", partial(_make, replica, m.WakeArgs(tags=tuple(too_deep))))
+            yield Difference(
+                f"{sorted(too_deep)} sleep", partial(replica.client.call, m.WakeArgs(tags=tuple(too_deep)))
+            )
         if not same_sleep and (report["fingerprint"] != state.fingerprint or state.fingerprint is None):
             yield Difference("it has other weights", lambda: self._give_weights(replica, report))
         found, expected = CommittedState.of(report).without_tensors(), state.committed.without_tensors()
         if found != expected:
             self._check_epoch(replica, report)
             what = f"its weights have the label {found}, not {expected}"
-            yield Difference(what, partial(_make, replica, m.SetVersionArgs(**expected)))
+            yield Difference(what, partial(replica.client.call, m.SetVersionArgs(**expected)))
         yield from self._adapter_differences(replica, report)
         if wanted - asleep:
             sleep = m.SleepArgs(tags=tuple(sorted(wanted - asleep)))
-            yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(_make, replica, sleep))
+            yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(replica.client.call, sleep))
         yield from self._hold_differences(replica, report)
 
-    def _adapter_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _adapter_differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         state = self._state
         found = {a["lora_name"]: (a["adapter_epoch"], a["fingerprint"]) for a in report["adapters"]}
         for name, (epoch, fingerprint) in found.items():
@@ -149,7 +151,7 @@ class Joiner:
                 or (epoch == adapter.epoch and fingerprint != adapter.fingerprint)
             ):
                 unload = m.UnloadAdapterArgs(name)
-                yield Difference(f"it has another adapter {name!r}", partial(_make, replica, unload))
+                yield Difference(f"it has another adapter {name!r}", partial(replica.client.call, unload))
         for name, adapter in state.adapters.items():
             if found.get(name) != (adapter.epoch, adapter.fingerprint):
                 yield Difference(f"it lacks adapter {name!r}", partial(self._give_adapter, replica, adapter))
@@ -157,26 +159,26 @@ class Joiner:
             what = f"it does not know that adapter epochs up to {state.past_adapter_epoch} were used"
             yield Difference(what, partial(self._leadership.lead, replica))
 
-    def _hold_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
+    def _hold_differences(self, replica: Replica, report: StateReport) -> Iterator[Difference]:
         state, found = self._state, {(hold["scope"], hold["id"]): hold for hold in report["holds"]}
         for scope, hold_id in found:
             own = found[scope, hold_id]["placed_by"] == SYSTEM and hold_id != REPUBLISH  # ends with its sleep or update
             if (scope, hold_id) not in state.holds and not own:
                 resume = m.ResumeArgs(hold_id=hold_id, scope=scope)
                 what = f"hold {hold_id!r} of {scope} stands on it"
-                yield Difference(what, partial(_make, replica, resume))
+                yield Difference(what, partial(replica.client.call, resume))
         missing = [key for key, hold in state.holds.items() if _is_weaker(found.get(key), hold.args)]
         if missing:
             yield Difference(f"it lacks the holds {missing}", lambda: self._place(replica, missing))
 
     # ------------------------------------------------------------------ mending
 
-    def _check_epoch(self, replica: Replica, report: Report) -> None:
+    def _check_epoch(self, replica: Replica, report: StateReport) -> None:
         if report["weight_epoch"] > self._state.weight_epoch:
             newer = f"its weights have epoch {report['weight_epoch']}, above {self._state.weight_epoch} of the fleet"
             raise RestartNeeded(f"replica {replica.name}: {newer}")
 
-    async def _give_weights(self, replica: Replica, report: Report) -> None:
+    async def _give_weights(self, replica: Replica, report: StateReport) -> None:
         state = self._state
         self._check_epoch(replica, report)
         if state.weight_epoch == 0 and state.fingerprint is not None:
@@ -202,8 +204,8 @@ class Joiner:
             self._lost_since = now
         return now - self._lost_since >= self._config.rebuild_s
 
-    def _restart_fleet(self, report: Report) -> None:
-        """Let the fleet begin again with the weights that the replica was started with, after nobody with the fleet's
+    def _restart_fleet(self, report: StateReport) -> None:
+        """Begin again with the weights that the replica was started with, after nobody with the fleet's
         weights came back in time. As after the restart of a single engine, the fleet is held until weights are
         published, and has a new boot id. The epoch goes on, so that it never goes back for a client."""
         state = self._state
@@ -235,7 +237,7 @@ class Joiner:
             ) from error
 
     def _forget_adapter(self, adapter: FleetAdapter) -> None:
-        """Let the fleet begin again without an adapter that nobody has. As after the restart of a single engine, its
+        """Begin again without an adapter that nobody has. As after the restart of a single engine, its
         name is not known then, and the boot id is another one."""
         state, name = self._state, adapter.args.lora_name
         if state.adapters.get(name) is not adapter:
@@ -263,9 +265,5 @@ def profile_of(replica: Replica) -> dict[str, Any]:
     return profile | {"software": client.welcome.software if client.welcome is not None else ""}
 
 
-def _is_weaker(found: Report | None, wanted: m.PauseArgs) -> bool:
+def _is_weaker(found: StateReport | None, wanted: m.PauseArgs) -> bool:
     return found is None or MODES.index(found["mode"]) < MODES.index(wanted.mode)
-
-
-async def _make(replica: Replica, args: m.Args) -> None:
-    await replica.client.call(args)

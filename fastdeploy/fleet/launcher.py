@@ -93,7 +93,7 @@ class Placements(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """name: of a replica; "" for ADD. why: for the log."""
+    """A message of the gateway to its parent. name: of a replica; "" for ADD. why: for the log."""
 
     ask_id: int
     action: Action
@@ -102,7 +102,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """name: of the replica. error: why the parent did nothing; "" = it did what was asked."""
+    """The answer of the parent to an Ask. name: of the replica. error: why the parent did nothing; "" = it did what was
+    asked."""
 
     ask_id: int
     name: str = ""

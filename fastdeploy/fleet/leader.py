@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.rebuild import Report, fleet_of, new_fleet
+from fastdeploy.fleet.rebuild import StateReport, fleet_of, new_fleet
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.2
 
 
-class Leadership:
+class GatewayLeadership:
     """The leadership of one gateway. replicas: all, by name. state: of the fleet. begin(reports): called when this
     gateway leads, with the answers of the engines from before. renewed(replica, revision): called after each renewal,
     with the revision of the fleet's state when it was sent; -1 = the state was changing. end(why): called when this
@@ -40,7 +40,7 @@ class Leadership:
         config: FleetConfig,
         replicas: Mapping[str, Replica],
         state: FleetState,
-        begin: Callable[[Sequence[Report]], None],
+        begin: Callable[[Sequence[StateReport]], None],
         renewed: Callable[[Replica, int], None],
         end: Callable[[str], None],
     ):
@@ -59,7 +59,7 @@ class Leadership:
         self.why = "this gateway does not lead yet: no engine is connected"
 
     def replicas_changed(self) -> None:
-        """Tell that the replicas are others, or that one has connected or was lost."""
+        """Look at the replicas again: one was added or removed, has connected, or was lost."""
         self._moved.set()
 
     def require(self) -> None:
@@ -77,18 +77,18 @@ class Leadership:
             self._deposed.set()
             self._end(why)
 
-    async def lead(self, replica: Replica) -> Report:
+    async def lead(self, replica: Replica) -> StateReport:
         """Lead one engine, and return its state. Raises NotLeader; after a higher term this gateway has stepped
         down."""
         try:
-            return replica.note(await replica.client.call(self._args()))
+            return replica.keep_report(await replica.client.call(self._args()))
         except NotLeader as error:
             if self.leads and error.detail.get("term", 0) > self.term:
                 self.depose(error.message)
             raise
 
     def confirm(self, replica: Replica, change: int) -> None:
-        """Tell an engine that has just joined which change of the fleet it has."""
+        """Send an engine that has just joined the number of the change of the fleet that it has."""
         answer = replica.client.post(self._args(), change)
         answer.add_done_callback(lambda future: future.cancelled() or future.exception())
 
@@ -111,7 +111,7 @@ class Leadership:
     def _connected(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.client.connected.is_set()]
 
-    async def _become_leader(self) -> list[Report]:
+    async def _become_leader(self) -> list[StateReport]:
         """Return the states of the engines from before, once this gateway leads one of them."""
         while True:
             await self._gather()
@@ -139,7 +139,7 @@ class Leadership:
                 await asyncio.gather(*(self.lead(replica) for replica, _ in found[1:]), return_exceptions=True)
                 return await self._before_and_after(found)
 
-    async def _before_and_after(self, found: Sequence[tuple[Replica, Report]]) -> list[Report]:
+    async def _before_and_after(self, found: Sequence[tuple[Replica, StateReport]]) -> list[StateReport]:
         """Return the present states of the engines, with the fleet that each belonged to before."""
         fleets = {replica.name: report["fleet"] for replica, report in found}
         now = {replica.name: report for replica, report in await self._ask_all()}
@@ -161,13 +161,13 @@ class Leadership:
         except TimeoutError:
             return
 
-    async def _ask_all(self) -> list[tuple[Replica, Report]]:
+    async def _ask_all(self) -> list[tuple[Replica, StateReport]]:
         """Return the states of the engines that answer in time."""
 
-        async def ask(replica: Replica) -> tuple[Replica, Report] | None:
+        async def ask(replica: Replica) -> tuple[Replica, StateReport] | None:
             try:
                 async with asyncio.timeout(self._config.fence_after_s):
-                    return replica, replica.note(await replica.client.call(m.FleetStateArgs()))
+                    return replica, replica.keep_report(await replica.client.call(m.FleetStateArgs()))
             except (FastDeployError, TimeoutError) as error:
                 logger.warning("replica %s did not tell its state: %s", replica.name, error)
                 return None
@@ -196,9 +196,9 @@ class Leadership:
 
         def answered(future: asyncio.Future[m.Reply]) -> None:
             if future.cancelled() or future.exception() is not None or client is not replica.client:
-                return  # the loss of the engine is told elsewhere
+                return  # Replica handles the loss of its engine
             try:
-                replica.note(result_of(future.result()))
+                replica.keep_report(result_of(future.result()))
             except NotLeader as error:
                 self.depose(error.message)
             except FastDeployError as error:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.core.errors import (
     EngineError,
     EngineStalled,
@@ -18,12 +17,13 @@ from fastdeploy.core.errors import (
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
-from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.rebuild import Report, rebuild, reference
+from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.rebuild import StateReport, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
+from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
@@ -46,7 +46,7 @@ class Membership:
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
-        self.leadership = Leadership(config, self.replicas, self.state, self._begin, self._renewed, self._end)
+        self.leadership = GatewayLeadership(config, self.replicas, self.state, self._begin, self._renewed, self._end)
         self.hosts = RemoteHosts(config)
         transfer = Transfer(self.hosts, config.fence_after_s)
         self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
@@ -235,7 +235,7 @@ class Membership:
                 await self._joiner.bring(replica)
             except EngineError as error:
                 if not replica.client.connected.is_set():
-                    return  # its loss is told elsewhere
+                    return  # Replica handles its loss
                 replica.why, failures = error.message, failures + 1
             except NotLeader as error:  # the lease of an earlier gateway runs there
                 replica.why = error.message
@@ -272,7 +272,7 @@ class Membership:
 
     # ------------------------------------------------------------------ leadership
 
-    def _begin(self, reports: Sequence[Report]) -> None:
+    def _begin(self, reports: Sequence[StateReport]) -> None:
         now = asyncio.get_running_loop().time()
         self.state.replace(rebuild(self.leadership.fleet, reports, now))
         serving = reference(self.leadership.fleet, reports)
@@ -289,7 +289,7 @@ class Membership:
         for replica in self.replicas.values():
             if replica.in_quorum or replica.state is ReplicaState.JOINING:
                 replica.advance(ReplicaEvent.DEPOSED, why)
-        self.state.end_sessions()
+        self.state.end_weight_sessions()
         self._changed()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
@@ -306,18 +306,6 @@ class Membership:
             # The weights slept when this gateway began to lead. A sleeping engine does not tell the fingerprint.
             state.fingerprint = replica.report["fingerprint"]
             state.revision += 1
-        else:
-            self._fence_those_without_weights(revision)
-
-    def _fence_those_without_weights(self, revision: int) -> None:
-        """Fence the members that have lost their weights in an update in place that failed, if another member still has
-        them. If none has, all members stay held until new weights are published."""
-        fresh = [replica for replica in self.quorum if replica.seen_revision == revision and replica.report]
-        if not any(self._joiner.has_weights(replica) for replica in fresh):
-            return
-        for replica in fresh:
-            if replica.report["fingerprint"] is None and "weight" not in replica.report["asleep"]:
-                self.fence(replica, "it has lost its weights in an update in place that failed")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -194,6 +194,6 @@ class ResetCall(FleetCall[m.ResetArgs]):
         report = super().on_success()
         report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
         for session in self._sessions:
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         self.state.version = report["version"]
         return report

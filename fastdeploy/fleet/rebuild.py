@@ -20,7 +20,7 @@ from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.state import REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetHold, FleetState, stronger_terms
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
 
-Report = Mapping[str, Any]  # an answer to FleetStateArgs
+StateReport = Mapping[str, Any]  # an answer to FleetStateArgs
 SYSTEM = "system"  # placed_by of the engines' own holds
 
 
@@ -29,14 +29,14 @@ def new_fleet(fleet_id: str) -> str:
     return f"{fleet_id}/{uuid.uuid4().hex[:12]}"
 
 
-def fleet_of(fleet_id: str, reports: Sequence[Report]) -> str | None:
+def fleet_of(fleet_id: str, reports: Sequence[StateReport]) -> str | None:
     """Return the boot id of the fleet that these engines belong to: that of the newest weights. None: no engine belongs
     to the fleet ``fleet_id``."""
     ours = [report for report in reports if report["fleet"].startswith(fleet_id + "/")]
     return max(ours, key=lambda report: (report["weight_epoch"], report["term"]))["fleet"] if ours else None
 
 
-def reference(fleet: str, reports: Sequence[Report]) -> Report:
+def reference(fleet: str, reports: Sequence[StateReport]) -> StateReport:
     """Return the answer of an engine that has the weights of the fleet: the newest ones among the engines that belonged
     to it. Among equals, the weights that most engines have, with what most of these have of all else that a commit
     sets."""
@@ -48,7 +48,7 @@ def reference(fleet: str, reports: Sequence[Report]) -> Report:
     return max(candidates, key=lambda r: (fingerprints[r["fingerprint"]], states[CommittedState.of(r)]))
 
 
-def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
+def rebuild(fleet: str, reports: Sequence[StateReport], now: float) -> FleetState:
     """Return the state of the fleet whose boot id is ``fleet``, from at least one report. The reports are from before
     the new gateway led, so "fleet" in them names the former fleet. now: on the clock of FleetHold.expires_at."""
     ours = [report for report in reports if report["fleet"] == fleet]
@@ -86,7 +86,7 @@ def republish_hold() -> FleetHold:
     return FleetHold(args)
 
 
-def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: Report, now: float, slack_s: float) -> None:
+def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: StateReport, now: float, slack_s: float) -> None:
     """Add a hold of one engine. Of two holds of one name, the stronger terms and the later end are kept."""
     key, left_s = (hold["scope"], hold["id"]), hold["ttl_left_s"]
     args = PauseArgs(
@@ -106,7 +106,7 @@ def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: Report, now: float,
     holds[key] = FleetHold(args, expires_at)
 
 
-def _adapters(reports: Sequence[Report]) -> dict[str, FleetAdapter]:
+def _adapters(reports: Sequence[StateReport]) -> dict[str, FleetAdapter]:
     """Return the adapters that any engine has. Of several with one name, that with the highest epoch, and among equals
     that of most engines."""
     found = [adapter for report in reports for adapter in report["adapters"]]
@@ -119,11 +119,11 @@ def _adapters(reports: Sequence[Report]) -> dict[str, FleetAdapter]:
     return adapters
 
 
-def _identity(adapter: Report) -> tuple[Any, ...]:
+def _identity(adapter: StateReport) -> tuple[Any, ...]:
     return adapter["lora_name"], adapter["adapter_epoch"], adapter["fingerprint"]
 
 
-def _past_adapter_epoch(reports: Sequence[Report], adapters: Mapping[str, FleetAdapter]) -> int:
+def _past_adapter_epoch(reports: Sequence[StateReport], adapters: Mapping[str, FleetAdapter]) -> int:
     """Return the highest number that any engine knows of an adapter which is not one of the fleet's ``adapters``."""
     ended = [report["past_adapter_epoch"] for report in reports]
     for adapter in [adapter for report in reports for adapter in report["adapters"]]:

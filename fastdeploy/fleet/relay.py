@@ -1,8 +1,8 @@
 """A request of the fleet. Its outputs come from one replica, and from others if that replica is lost.
 
-What of a request is at no replica is a :class:`Part`, and at a replica an :class:`Attempt`. A choice that has tokens
-goes on as a request of its own: its prompt with the tokens so far, and the rest of its budget. The random number of a
-token depends on (seed, number of the choice, position) only, so the tokens are those of an undisturbed run.
+What of a request is at no replica is a :class:`RequestPart`, and at a replica an :class:`Attempt`. A choice that has
+tokens goes on as a request of its own: its prompt with the tokens so far, and the rest of its budget. The random number
+of a token depends on (seed, number of the choice, position) only, so the tokens are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that end
 class Placer(Protocol):
     """Finds replicas for parts. The methods return at once."""
 
-    def lost(self, part: Part) -> None:
+    def lost(self, part: RequestPart) -> None:
         """Place a part whose replica was lost."""
 
-    def refused(self, part: Part, replica: Replica, error: Exception) -> bool:
+    def refused(self, part: RequestPart, replica: Replica, error: Exception) -> bool:
         """Place a part that ``replica`` has refused. False: no other replica may take it."""
         ...
 
 
 @dataclass(eq=False)
-class Part:
+class RequestPart:
     """Choices [first, first + num) of a request: all of them, or one. request_id: for the engine. base: tokens of the
     choice that the client has. refused_by: names of replicas."""
 
@@ -123,7 +123,7 @@ class Relay:
         self.num_losses = 0
         self.endings: list[Ending] = []
         self._vain_losses = [(0, 0)] * request.n  # by choice: losses since its last token, and tokens at the last one
-        self.parts: set[Part] = set()
+        self.parts: set[RequestPart] = set()
         self.attempts: set[Attempt] = set()
         self._placer = placer
         self._on_end = on_end
@@ -140,13 +140,13 @@ class Relay:
         """The oldest weight_epoch that the next token may have."""
         return 0 if self.request.stale_ok else self.seen.epoch
 
-    def whole(self) -> Part:
+    def whole(self) -> RequestPart:
         """Return the request as one part."""
-        part = Part(self, 0, self.request.n, self.request.request_id)
+        part = RequestPart(self, 0, self.request.n, self.request.request_id)
         self.parts.add(part)
         return part
 
-    async def send(self, part: Part, route: Route) -> None:
+    async def send(self, part: RequestPart, route: Route) -> None:
         """Send ``part`` to a replica. Raises EngineDead if the replica is lost before."""
         request = part.request(asyncio.get_running_loop().time())
         make = partial(Attempt, part, route)
@@ -174,7 +174,7 @@ class Relay:
             self._on_end(self, len(tokens))
         self.outer.put(output)
 
-    def moved(self, part: Part, output: Output) -> Output:
+    def moved(self, part: RequestPart, output: Output) -> Output:
         """Return an output of a choice that was moved as an output of the client's request."""
         choice, base = part.first, part.base
         first = self._firsts.get(choice)
@@ -218,21 +218,21 @@ class Relay:
                 self.outer.fail(error)
 
     def _count_vain_losses(self, choices: Sequence[int]) -> int:
-        """Note a loss of the replica of ``choices``. Return the most losses that one of them has had since a token."""
+        """Count a loss of the replica of ``choices``. Return the most losses that one of them has had since a token."""
         for k in choices:
             count, made = self._vain_losses[k]
             self._vain_losses[k] = (count + 1 if made == len(self.tokens[k]) else 1), len(self.tokens[k])
         return max((self._vain_losses[k][0] for k in choices), default=0)
 
-    def _rest_of(self, part: Part) -> list[Part]:
+    def _rest_of(self, part: RequestPart) -> list[RequestPart]:
         """Return the unfinished choices of a part whose replica was lost."""
         choices = part.open_choices
         if choices and not any(self.tokens[part.first : part.first + part.num]):
-            return [Part(self, part.first, part.num, part.request_id)]
+            return [RequestPart(self, part.first, part.num, part.request_id)]
         for k in choices:
             self._num_moves[k] += bool(self.tokens[k])
         ids = {k: part_id(self.request.request_id, f"{k}.{self.num_losses}") for k in choices}
-        return [Part(self, k, 1, ids[k]) for k in choices]
+        return [RequestPart(self, k, 1, ids[k]) for k in choices]
 
     def end_parts(self) -> None:
         """End what is at no replica, as the calls in ``endings`` ask. It has left the placer's queue."""
@@ -278,7 +278,7 @@ class Attempt(RequestStream):
 
     def __init__(
         self,
-        part: Part,
+        part: RequestPart,
         route: Route,
         request_id: str,
         n: int,

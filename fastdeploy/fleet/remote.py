@@ -10,24 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec.structs import replace
 
 from fastdeploy.core.early_reply import EarlyReply
 from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
-from fastdeploy.core.files import SHARED_MEMORY, open_regular
+from fastdeploy.core.files import open_regular
 from fastdeploy.core.process import host_id
-from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
     FileSource,
     FolderSource,
     SharedMemorySource,
     Source,
-    StreamSource,
+    SourcePolicy,
 )
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 1 << 20
 READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
-SPOOL, CHUNK, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
+SPOOL, PART, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
 ADAPTER_EXPORT = "/v1/adapters/export"
 
 
@@ -48,12 +46,12 @@ def is_remote(replica: Replica) -> bool:
 
 def must_send(replica: Replica, source: Source) -> bool:
     """Return whether the replica cannot read the source where it is."""
-    return is_remote(replica) and not isinstance(source, FolderSource)
+    return is_remote(replica) and not source.on_every_host
 
 
 class RemoteHosts:
     """HTTP calls to the API servers of replicas. All of them raise EngineDead if the API server cannot be reached, or
-    sends nothing for too long, and otherwise the error that it answered."""
+    sends nothing for too long, and otherwise the error it answered with."""
 
     def __init__(self, config: FleetConfig):
         import httpx  # slow to import: at the start of a gateway, and never in an API server of one engine
@@ -71,13 +69,11 @@ class RemoteHosts:
     async def staged(self, replica: Replica, source: Source) -> AsyncIterator[Source]:
         """Send the content of a source to the replica's host. Yield the source that its engine can read while the
         block runs. Raises InvalidField for shared memory that is not allowed as a source, see also the class."""
-        if isinstance(source, StreamSource) and not source.nbytes:  # nothing is read
-            yield replace(source, path="", offset=0)
-            return
+        assert not isinstance(source, FolderSource), "a folder is not sent"
         self._policy_check(source)
-        with _opened(source) as (fd, offset, nbytes):
-            async with self._spooled(replica, _pieces(fd, offset, nbytes), {"Content-Length": str(nbytes)}) as path:
-                yield replace(source, path=path, offset=0) if isinstance(source, StreamSource) else FileSource(path)
+        with _opened(source) as (fd, nbytes):
+            async with self._spooled(replica, _pieces(fd, nbytes), {"Content-Length": str(nbytes)}) as path:
+                yield FileSource(path)
 
     @contextlib.asynccontextmanager
     async def passed_on(self, replica: Replica, export: httpx.Response) -> AsyncIterator[FileSource]:
@@ -121,7 +117,7 @@ class RemoteHosts:
         """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
         headers = {"Content-Type": "application/octet-stream"} | _length_of(weights)
         body, params = weights.aiter_bytes(PIECE_BYTES), {"session_id": session}
-        sent = self._reply(replica, "POST", CHUNK, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
+        sent = self._reply(replica, "POST", PART, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
         async with sent as reply:
             await reply.aread()
 
@@ -185,25 +181,20 @@ async def _first_path(replica: Replica, pieces: AsyncIterator[bytes]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Any:
-    """Yield (descriptor, offset, number of bytes) of the content. Raises OSError."""
-    path = f"{SHARED_MEMORY}/{source.name.removeprefix('/')}" if isinstance(source, SharedMemorySource) else source.path
-    fd = open_regular(path)
+def _opened(source: FileSource | SharedMemorySource) -> Iterator[tuple[int, int]]:
+    """Yield the descriptor and the number of bytes of the content. Raises OSError."""
+    fd = open_regular(source.file)
     try:
-        if isinstance(source, StreamSource):
-            yield fd, source.offset, source.nbytes
-        else:
-            nbytes = source.nbytes if isinstance(source, SharedMemorySource) else 0
-            yield fd, 0, nbytes or os.fstat(fd).st_size
+        yield fd, source.nbytes or os.fstat(fd).st_size
     finally:
         os.close(fd)
 
 
-async def _pieces(fd: int, offset: int, nbytes: int) -> AsyncIterator[bytes]:
-    end = offset + nbytes
-    while offset < end:
-        piece = await asyncio.to_thread(os.pread, fd, min(end - offset, PIECE_BYTES), offset)
+async def _pieces(fd: int, nbytes: int) -> AsyncIterator[bytes]:
+    offset = 0
+    while offset < nbytes:
+        piece = await asyncio.to_thread(os.pread, fd, min(nbytes - offset, PIECE_BYTES), offset)
         if not piece:
-            raise EOFError(f"a source of weights ends {end - offset} bytes too early")
+            raise EOFError(f"a source of weights ends {nbytes - offset} bytes too early")
         yield piece
         offset += len(piece)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineError
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 LOAD = ("running", "waiting", "available_gpu_block_num", "max_num_seqs")
@@ -140,7 +140,7 @@ class Replica:
             self._changed(self)
 
     def cut(self, why: str) -> None:
-        """Drop the connection at once. What is open fails with EngineDead, and nothing of the old connection is heard
+        """Drop the connection at once. What is open fails with EngineDead, and nothing of the old connection is read
         any more. Advance the state first, so that the requests which fail are not routed here again."""
         self._life += 1
         self.client.cut(why)
@@ -169,7 +169,7 @@ class Replica:
 
         return EngineClient(connector, self._stall_s, kills_stalled=False, on_connected=connected, on_lost=lost)
 
-    def note(self, report: dict[str, Any]) -> dict[str, Any]:
+    def keep_report(self, report: dict[str, Any]) -> dict[str, Any]:
         """Keep the answer to LeadArgs or FleetStateArgs, and return it."""
         self.report = report
         self.weight_epoch, self.version = report["weight_epoch"], report["version"]
@@ -177,16 +177,31 @@ class Replica:
 
     def describe(self) -> dict[str, Any]:
         """Return the replica's entry of GET /v1/replicas. "load" and "holds" are as of its last report."""
-        return {
-            "name": self.name,
-            "url": self.placement.url,
-            "host": self.placement.host,
-            "state": self.state.value,
-            "why": self.why,
-            "version": self.version,
-            "weight_epoch": self.weight_epoch,
-            "in_flight": self.in_flight,
-            "drains": self.drains,
-            "load": {field: self.report.get(field) for field in LOAD},
-            "holds": self.report.get("holds", []),
-        }
+        label = {"version": self.version, "weight_epoch": self.weight_epoch}
+        return describe(self.placement, self.state, self.why, self.report | label, self.in_flight, self.drains)
+
+
+def describe(
+    placement: Placement,
+    state: ReplicaState,
+    why: str,
+    report: Mapping[str, Any],
+    in_flight: int | None = None,
+    drains: bool = False,
+) -> dict[str, Any]:
+    """Return an entry of GET /v1/replicas. report: an answer to FleetStateArgs, or {}. in_flight: choices that run
+    there; None = as the report says."""
+    load = {field: report.get(field) for field in LOAD}
+    return {
+        "name": placement.name,
+        "url": placement.url,
+        "host": placement.host,
+        "state": state.value,
+        "why": why,
+        "version": report.get("version", ""),
+        "weight_epoch": report.get("weight_epoch", 0),
+        "in_flight": (load["running"] or 0) + (load["waiting"] or 0) if in_flight is None else in_flight,
+        "drains": drains,
+        "load": load,
+        "holds": report.get("holds", []),
+    }

@@ -115,7 +115,8 @@ def with_boot_id(report: dict[str, Any], boot_id: str) -> dict[str, Any]:
 def replica_report(
     name: str, vote: Vote, elapsed_ms: float, error: FastDeployError | None, fenced_because: str
 ) -> dict[str, Any]:
-    """Return one entry of "replicas". elapsed_ms: until the last answer of the replica. error: that it answered."""
+    """Return one entry of "replicas". elapsed_ms: until the last answer of the replica. error: the error it answered
+    with."""
     status = {Vote.LOST: "fenced", Vote.UNDONE: "rolled_back"}.get(vote, "done")
     if error is not None and vote is not Vote.LOST:
         status = "refused"

@@ -78,7 +78,7 @@ class Route:
         self.replica.load += self._prefill + num * self._per_choice
 
     def started(self, cached_tokens: int) -> None:
-        """Take note of the first output: the prompt is computed, but for those tokens that were cached."""
+        """Count the first output: the prompt is computed, but for those tokens that were cached."""
         if self._expected:
             found = min(cached_tokens / self._expected, 1.0)
             self.replica.trust += TRUST_STEP * (found - self.replica.trust)
@@ -89,7 +89,7 @@ class Route:
         self._prefill = 0
 
     def ended(self) -> None:
-        """Take note of the end of a choice."""
+        """Count the end of a choice."""
         self._num -= 1
         self.replica.in_flight -= 1
         self.replica.load -= self._per_choice
@@ -162,7 +162,7 @@ class Router:
         return _recall(self._groups, key, MAX_GROUPS)
 
     def grown(self, session: str, tokens: int) -> None:
-        """Take note that the last turn of ``session`` has ended with ``tokens`` tokens in all."""
+        """Set the length of ``session`` after its last turn: ``tokens`` tokens in all."""
         if (home := self._sessions.get(session)) is not None:
             home.tokens = tokens
 

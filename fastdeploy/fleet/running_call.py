@@ -58,7 +58,7 @@ class RunningCall:
         self._began = self._loop.time()
         self._answered_ms = dict.fromkeys(self._replicas, 0.0)
         self._fenced: dict[str, str] = {}
-        self._forgiven: dict[str, FastDeployError] = {}
+        self._done_already: dict[str, FastDeployError] = {}
         self.future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.future.add_done_callback(lambda future: future.cancelled() or future.exception())
 
@@ -186,7 +186,7 @@ class RunningCall:
         if error is None:
             self._accepted(name, command, result)
         elif self._call.is_done_already(error):
-            self._forgiven[name] = error
+            self._done_already[name] = error
             self._act(self._transaction.answer(name, command, True))
         else:
             if command is not Command.ROLLBACK:
@@ -216,7 +216,7 @@ class RunningCall:
         try:
             if not call.results:
                 call.on_failure()
-                raise refusal(self._forgiven, replicas, self._boot_id)
+                raise refusal(self._done_already, replicas, self._boot_id)
             report = self._ending.report(with_boot_id(call.on_success(), self._boot_id))
         except FastDeployError as error:
             self._finish(error)

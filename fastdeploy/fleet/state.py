@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
@@ -63,7 +63,7 @@ class WeightSession:
     open: bool = True
     begun: bool = False
     parts: int = 0
-    source: WholeSource | None = None
+    source: Source | None = None
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class FleetState:
     version: str = ""
     fingerprint: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    source: WholeSource | None = None
+    source: Source | None = None
     holds: dict[tuple[str, str], FleetHold] = field(default_factory=dict)
     adapters: dict[str, FleetAdapter] = field(default_factory=dict)
     past_adapter_epoch: int = 0
@@ -113,15 +113,12 @@ class FleetState:
     boot_id: str = ""
     releasing: list[dict[tuple[str, str], FleetHold]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("revision", "changing"):
-            for waiter in self.__dict__.get("_waiters", ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+        if name in ("revision", "changing") and "_changed" in self.__dict__:
+            self._changed.set()
 
     @property
     def committed(self) -> CommittedState:
@@ -136,25 +133,21 @@ class FleetState:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` is true. Looked at after each change of ``revision`` or ``changing``."""
         while not condition():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.remove(waiter)
+            self._changed.clear()
+            await self._changed.wait()
 
     def replace(self, other: FleetState) -> None:
         """Take over the content of ``other``, in a new revision."""
         self.committed = other.committed
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
         self.asleep, self.boot_id, self.releasing = other.asleep, other.boot_id, []
-        self.note_past_adapter(other.past_adapter_epoch)
+        self.raise_past_adapter_epoch(other.past_adapter_epoch)
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
 
     def release(self, matches: Callable[[tuple[str, str], FleetHold], bool]) -> None:
-        """Note that all members have released the holds that match. They do not come back if another call fails."""
+        """Forget the holds that match, which all members have released. They do not come back if another call fails."""
         for holds in (self.holds, *self.releasing):
             for key, hold in list(holds.items()):
                 if matches(key, hold):
@@ -165,10 +158,10 @@ class FleetState:
                         above.below = None
                     above = above.below
 
-    def end_sessions(self) -> None:
+    def end_weight_sessions(self) -> None:
         """Give up all open sessions, when another gateway leads."""
         for session in self.weight_sessions.values():
-            self.close_session(session)
+            self.close_weight_session(session)
 
     def next_epoch(self) -> int:
         """Return a number for new weights. No number is used twice: a replica that was fenced during a failed commit
@@ -181,40 +174,40 @@ class FleetState:
         serving = self.adapters[name].epoch if name in self.adapters else 0
         return max(serving, self.past_adapter_epoch) + 1
 
-    def note_past_adapter(self, adapter_epoch: int) -> None:
+    def raise_past_adapter_epoch(self, adapter_epoch: int) -> None:
         """Use no number up to ``adapter_epoch`` for a load any more."""
         self.past_adapter_epoch = max(self.past_adapter_epoch, adapter_epoch)
 
     def unload(self, name: str) -> None:
-        """Note that the adapter of this name, if there is one, is gone."""
+        """Forget the adapter of this name, if there is one. All members have unloaded it."""
         if (entry := self.adapters.pop(name, None)) is not None:
-            self.note_past_adapter(entry.epoch)
+            self.raise_past_adapter_epoch(entry.epoch)
 
-    def open_session(self, session: WeightSession) -> None:
+    def open_weight_session(self, session: WeightSession) -> None:
         self.weight_sessions[session.id] = session
         self.changing += 1
         for old in list(self.weight_sessions.values()):
             if len(self.weight_sessions) > MAX_REMEMBERED_SESSIONS and not old.open:
                 del self.weight_sessions[old.id]
 
-    def close_session(self, session: WeightSession) -> None:
+    def close_weight_session(self, session: WeightSession) -> None:
         if session.open:
             session.open = False
             self.changing -= 1
             self.revision += 1
 
-    def find_session(self, session_id: str | None, placed_by: str) -> WeightSession | None:
+    def find_weight_session(self, session_id: str | None, placed_by: str) -> WeightSession | None:
         """Return the session with this id, or else the open one of ``placed_by``."""
         if session_id is not None:
             return self.weight_sessions.get(session_id)
         return next((s for s in self.weight_sessions.values() if s.open and s.begin.placed_by == placed_by), None)
 
-    def session_of(self, replica: str, session_id: str) -> WeightSession | None:
+    def weight_session_of(self, replica: str, session_id: str) -> WeightSession | None:
         """Return the session that has this id on this replica."""
         return next((s for s in self.weight_sessions.values() if s.ids.get(replica) == session_id), None)
 
     def forget_replica(self, name: str) -> None:
-        """Note that ``name`` was fenced: it takes part in no session any more."""
+        """Take a replica that was fenced out of all weight sessions."""
         for session in self.weight_sessions.values():
             if session.open and session.ids.pop(name, None) is not None and not session.ids and session.begun:
-                self.close_session(session)
+                self.close_weight_session(session)

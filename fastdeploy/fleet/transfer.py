@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
 from fastdeploy.core.process import host_id
-from fastdeploy.core.weight_source import ADAPTER_TENSORS, FileSource, FolderSource, WholeSource
+from fastdeploy.core.weight_source import ADAPTER_TENSORS, FileSource, FolderSource, Source
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetAdapter, FleetState
@@ -47,7 +47,7 @@ class Transfer:
         await _try_each(replica, f"the weights {state.version!r} of epoch {state.weight_epoch}", ways)
 
     async def _update(
-        self, replica: Replica, state: FleetState, part: Callable[..., Awaitable[object]], origin: WholeSource | Replica
+        self, replica: Replica, state: FleetState, part: Callable[..., Awaitable[object]], origin: Source | Replica
     ) -> None:
         """Update the weights in a session, whose only part ``part(replica, session, origin)`` adds."""
         call = replica.client.call
@@ -63,8 +63,8 @@ class Transfer:
                 await call(m.AbortUpdateArgs(session))
             raise
 
-    async def _part(self, replica: Replica, session: str, source: WholeSource) -> None:
-        await replica.client.call(m.UpdateChunkArgs(session, source))
+    async def _part(self, replica: Replica, session: str, source: Source) -> None:
+        await replica.client.call(m.UpdatePartArgs(session, source))
 
     async def _copy(self, replica: Replica, session: str, peer: Replica) -> None:
         if peer.placement.host == replica.placement.host == host_id():

@@ -25,7 +25,7 @@ from fastdeploy.inter_communicator import messages as m
 
 LEASE_MARGIN_S = 10.0  # the gateway ends a silent session so long after the engines
 KEEPS_SESSION = frozenset({"wrong_order", "invalid_field"})  # a refused part or commit with these ends no session
-SessionArgs = m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
+SessionArgs = m.UpdatePartArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
 A = TypeVar("A", bound=SessionArgs)
 
 
@@ -48,7 +48,7 @@ class WeightSessionCall(FleetCall[A]):
 
     def __init__(self, args: A, context: Context):
         super().__init__(args, context)
-        self.session = self.state.find_session(args.session_id, args.placed_by)
+        self.session = self.state.find_weight_session(args.session_id, args.placed_by)
         self._ids: dict[str, str] = {}
 
     def participants(self, names: Sequence[str]) -> Sequence[str]:
@@ -68,12 +68,12 @@ class WeightSessionCall(FleetCall[A]):
         """Return the session that the replicas have found. The ids in their answers decide, because a call of
         ``placed_by`` may have been sent before the begin of its session was answered. Without an id in any answer: if
         the session that the call named has ended, this is a later one, whose begin was answered before this call."""
-        by_ids = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
+        by_ids = [self.state.weight_session_of(name, session_id) for name, session_id in self._ids.items()]
         if (found := next((session for session in by_ids if session is not None), None)) is not None:
             return found
         if self.session is None or self.session.open or self.args.session_id is not None:
             return self.session
-        later = self.state.find_session(None, self.args.placed_by)
+        later = self.state.find_weight_session(None, self.args.placed_by)
         return later if later is not None and later.begun else self.session
 
     def on_result(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class WeightSessionCall(FleetCall[A]):
     def on_rollback(self) -> None:
         self._aborts, self.session = self.must_end(), self.found()
         if self._aborts and self.session is not None:
-            self.state.close_session(self.session)
+            self.state.close_weight_session(self.session)
 
     def message_to_undo(self, name: str) -> m.Args | None:
         session_id = self.id_on(name)
@@ -119,7 +119,7 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
         self._expires_at = self.now + bounded(self.args.lease_s, 0.0) + LEASE_MARGIN_S
         self._session = same[0] if same else WeightSession(new_session_id(), self.args, {}, self._expires_at)
         if self._is_new:
-            self.state.open_session(self._session)
+            self.state.open_weight_session(self._session)
 
     def on_result(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         self._session.ids[name] = result["session_id"]
@@ -129,11 +129,11 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
 
     def on_rollback(self) -> None:
         if self._is_new or self.results:
-            self.state.close_session(self._session)
+            self.state.close_weight_session(self._session)
 
     def on_failure(self) -> None:
         if self._is_new:
-            self.state.close_session(self._session)
+            self.state.close_weight_session(self._session)
 
     def on_success(self) -> dict[str, Any]:
         session = self._session
@@ -143,7 +143,7 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
         return super().on_success() | {"session_id": session.id}
 
 
-class PartCall(WeightSessionCall[m.UpdateChunkArgs]):
+class PartCall(WeightSessionCall[m.UpdatePartArgs]):
     """Add a part on all. A part that a replica refuses ends the session on all."""
 
     rule = Rule.UNDO
@@ -166,6 +166,12 @@ class PartCall(WeightSessionCall[m.UpdateChunkArgs]):
 
 
 class CheckCall(WeightSessionCall[m.CheckUpdateArgs]):
+    """Ask all about an upload, and renew the lease of its session."""
+
+    def on_send(self) -> None:
+        if (session := self.session) is not None:
+            session.expires_at = max(session.expires_at, self.now + session.begin.lease_s + LEASE_MARGIN_S)
+
     def messages_to_prepare(self, name: str) -> list[m.Args]:
         return [replace(self.args, session_id=self.id_on(name))]
 
@@ -213,7 +219,7 @@ class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
         state.source = self.whole_source()
         state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
-            state.close_session(session)
+            state.close_weight_session(session)
         return report
 
     def whole_source(self) -> FolderSource | None:
@@ -235,7 +241,7 @@ class UpdateCall(CommitCall):
     def messages_to_prepare(self, name: str) -> Sequence[m.Args]:
         args = self._update
         begin = args.begin(self._placed_by)
-        part = m.UpdateChunkArgs(
+        part = m.UpdatePartArgs(
             None,
             self.sources.get(name, args.source),
             checksums=args.checksums,
@@ -289,7 +295,7 @@ class AbortUpdateCall(FleetCall[m.AbortUpdateArgs]):
 
     def on_success(self) -> dict[str, Any]:
         for session in self._aborted:
-            self.state.close_session(session)
+            self.state.close_weight_session(session)
         ended = any(result["aborted"] for result in self.results.values())
         return {"aborted": [session.id for session in self._aborted] if ended else []}
 

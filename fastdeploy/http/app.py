@@ -33,13 +33,13 @@ from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import Access, AccessPolicy, RouteTable
+from fastdeploy.http.guards.route_access import AccessPolicy, RouteAccess, RouteTable
 from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.chat import chat_router
 from fastdeploy.http.openai.completion import completion_router
 from fastdeploy.http.openapi import DescribedApp, page
-from fastdeploy.http.ui.routes import ui_router
-from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
+from fastdeploy.http.ui.feed import ui_router
+from fastdeploy.http.upload import remove_leftovers
 
 logger = logging.getLogger(__name__)
 # The groups of routes, in the order of /docs.
@@ -68,7 +68,6 @@ def create_app(
         client.start().add_done_callback(_end_process)
         yield
         await client.close()
-        upload_files.close()
 
     app = DescribedApp(
         title="FastDeploy",
@@ -80,8 +79,7 @@ def create_app(
         openapi_url=None,
     )
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
-    upload_files = UploadFiles(config)
-    context = ServingContext(client, tokenizer, config, uploads, upload_files)
+    context = ServingContext(client, tokenizer, config, uploads)
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:
@@ -105,12 +103,12 @@ def docs_router(app: FastAPI) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/openapi.json")
-    @Access.OPEN
+    @RouteAccess.OPEN
     def openapi() -> Response:
         return json_response(app.openapi())
 
     @router.get("/docs")
-    @Access.OPEN
+    @RouteAccess.OPEN
     def docs() -> Response:
         return HTMLResponse(page(app.openapi()))
 

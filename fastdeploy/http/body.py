@@ -3,14 +3,15 @@ change the answer is refused by name, unless it has a neutral value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.openapi import described, schema_of
 
 # Dropped: bookkeeping of hosted services, and hints. None of them changes which tokens are sampled.
 IGNORED = frozenset({
@@ -51,6 +52,27 @@ class LaxBody(BaseModel):
 
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
+Names = Mapping[str, str]  # our names of fields -> those of a dialect, where they differ
+OURS: Names = {}
+
+
+def body_fields(declared: type[msgspec.Struct], without: Collection[str] = (), names: Names = OURS) -> dict[str, Any]:
+    """Return the fields of a struct of core for pydantic's create_model. Each may be absent or null. Their limits are
+    described; core checks them."""
+    fields: dict[str, Any] = {}
+    schemas = schema_of(declared)["properties"]
+    for name, kind in get_type_hints(declared).items():
+        if name not in without:
+            kind = Int64 if kind is int else kind
+            default = Field(None, json_schema_extra={"default": schemas[name].get("default")})
+            fields[names.get(name, name)] = Annotated[kind | None, described(schemas[name])], default
+    return fields
+
+
+def given_fields(body: BaseModel, declared: type[msgspec.Struct], names: Names = OURS) -> dict[str, Any]:
+    """Return the fields of ``declared`` that a client has given in ``body``, by our names."""
+    named = ((name, getattr(body, names.get(name, name), None)) for name in declared.__struct_fields__)
+    return {name: value for name, value in named if value is not None}
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

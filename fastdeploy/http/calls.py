@@ -16,7 +16,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.errors import error_response, json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import is_upload
 from fastdeploy.inter_communicator.messages import Args
@@ -90,8 +90,8 @@ def catching(answer: ErrorAnswer) -> Callable[[Route], Route]:
 
 
 class Routes:
-    """Adds routes to ``router``. A handler gets the fields, already checked, and returns what ``reply`` makes the
-    answer of. read: one of the readers of this module."""
+    """Routes of ``router`` whose handlers get the checked fields of a call, and return the content of the answer. read:
+    one of the readers of this module. reply: makes the answer of its content."""
 
     def __init__(
         self, router: APIRouter, read: Reader = read_lenient, reply: Callable[[Any], Response] = json_response
@@ -102,7 +102,7 @@ class Routes:
         self,
         path: str,
         kind: type[Kind],
-        access: Access = Access.CONTROL,
+        access: RouteAccess = RouteAccess.CONTROL,
         errors: ErrorAnswer = error_response,
     ) -> Callable[[Handler[Kind]], Handler[Kind]]:
         """Add the decorated handler of a POST route with fields of ``kind``. errors: makes the answer of an error."""
@@ -111,7 +111,7 @@ class Routes:
         return lambda handler: self._add("POST", path, kind, handler, access, extra, errors)
 
     def get(
-        self, path: str, kind: type[Kind], access: Access = Access.CONTROL
+        self, path: str, kind: type[Kind], access: RouteAccess = RouteAccess.CONTROL
     ) -> Callable[[Handler[Kind]], Handler[Kind]]:
         """Add the decorated handler of a GET route with fields of ``kind`` in the query."""
         return lambda handler: self._add("GET", path, kind, handler, access, asks(kind), error_response)
@@ -131,7 +131,7 @@ class Routes:
         path: str,
         kind: type[Kind],
         handler: Handler[Kind],
-        access: Access,
+        access: RouteAccess,
         extra: dict[str, Any] | None,
         errors: ErrorAnswer,
     ) -> Handler[Kind]:

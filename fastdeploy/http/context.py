@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from fastdeploy.client.choice import TextOptions
-from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidField, ModelNotFound
-from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields, part_id
+from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prompt, check_room
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
-from fastdeploy.http.upload_files import UploadFiles
 
 # Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
 # tokens is refused before it is tokenised.
 CHARS_PER_TOKEN = 64
-# Fields that SamplingParams takes unchanged. None means "absent": the default of SamplingParams applies.
-PASSED_ON = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-    "min_tokens",
-)  # fmt: skip
+MAX_STOPS = 64
+MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_IN_ALL = 4096
+MAX_CHOICES = 4096  # of all prompts of one HTTP request
 
 
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. upload_files: files through which uploads reach the engine. slice_lock: see
-    Pace."""
+    uploads: places for weight uploads. slice_lock: see Pace."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    upload_files: UploadFiles
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
@@ -110,10 +102,6 @@ class ServingContext:
         most = max((top for top, _ in asked), default=None)
         check_prompt_logprobs(most, sum(num_tokens for _, num_tokens in asked), prompt_field)
 
-    def check_text(self, text: str, field: str) -> None:
-        """Raise ContextLengthExceeded if ``text`` is longer than a full context of the longest tokens."""
-        self.check_length(len(text), field)
-
     def check_length(self, characters: int, field: str) -> None:
         """Raise ContextLengthExceeded if so many characters are more than a full context of the longest tokens has."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
@@ -121,26 +109,23 @@ class ServingContext:
             asked = f"{characters} characters, more than so many tokens can have"
             raise ContextLengthExceeded(field, self.max_model_len, asked)
 
-    def check_prompt(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField unless ``ids`` is a valid prompt, and ContextLengthExceeded unless the prompt leaves room
-        for one token of output."""
-        if not ids:
-            raise InvalidField(field, "expected at least one token")
-        self.check_room(len(ids), 1, field)
-        self.check_vocabulary(ids, field)
+    async def encode(self, text: str, field: str, special_tokens: bool = True) -> list[int]:
+        """Tokenise a text. Raises ContextLengthExceeded for one that is too long for any prompt."""
+        self.check_length(len(text), field)
+        return await self.require_tokenizer(field).encode(text, special_tokens)
 
-    def check_room(self, prompt_tokens: int, output_tokens: int, field: str) -> None:
-        """Raise ContextLengthExceeded, for ``field``, unless the prompt leaves room for so many tokens of output."""
-        if prompt_tokens + output_tokens > self.max_model_len:
-            asked = f"a prompt of {prompt_tokens} tokens, and room for at least {output_tokens} of output"
-            raise ContextLengthExceeded(field, self.max_model_len, asked)
+    def check_prompt(self, ids: Any, field: str, expected: str = "token ids") -> list[int]:
+        """Return ``ids``. Raises InvalidField unless they are a valid prompt, and ContextLengthExceeded unless the
+        prompt leaves room for one token of output. A prompt that is too long is refused before its ids are checked."""
+        is_list = isinstance(ids, list)
+        if not is_list or (len(ids) < self.max_model_len and any(type(token) is not int for token in ids)):
+            raise InvalidField(field, f"expected {expected}")
+        check_prompt(ids, self.max_model_len, self.vocab_size, field)
+        return ids
 
-    def check_vocabulary(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField for an id outside of the vocabulary. ``ids`` must not be empty."""
-        vocab_size = self.client.model_info.get("vocab_size", 2**31)
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            bad = next(t for t in ids if not 0 <= t < vocab_size)
-            raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
+    @property
+    def vocab_size(self) -> int:
+        return self.client.model_info.get("vocab_size", 2**31)
 
     def require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -148,77 +133,34 @@ class ServingContext:
         return self.tokenizer
 
     def sampling(
-        self, body: GenerationBody, prompt_tokens: int, logprobs: int | None, max_tokens: tuple[str, int | None]
+        self, given: dict[str, Any], prompt_tokens: int, max_tokens: int | None, min_field: str = "min_tokens"
     ) -> SamplingParams:
-        """Return the checked parameters for one prompt. ``max_tokens`` is (name of the field, its value). The value
-        is cut to the rest of the context; None means all of the rest."""
-        field, wanted = max_tokens
-        left = self.max_model_len - prompt_tokens
-        if wanted is not None and wanted < 1:
-            raise InvalidField(field, f"expected an integer >= 1, got {wanted}")
-        if body.min_tokens and (wanted is None or body.min_tokens <= wanted):
-            self.check_room(prompt_tokens, body.min_tokens, "min_tokens")
-        given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
-        return SamplingParams(
-            max_tokens=min(left if wanted is None else wanted, left),
-            top_k=max(body.top_k or 0, 0),
-            seed=None if body.seed == NO_SEED else body.seed,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs_wanted(),
-            logprobs_mode=body.logprobs_mode or self.config.logprobs_mode,
-            **given,
-        ).check()
+        """Return the checked parameters for one prompt. given: fields of SamplingParams, as clients give them.
+        max_tokens: is cut to the rest of the context; None = all of the rest. min_field: the client's name of
+        min_tokens."""
+        left, least = self.max_model_len - prompt_tokens, given.get("min_tokens", 0)
+        if least > 0 and (max_tokens is None or least <= max_tokens):
+            check_room(prompt_tokens, least, self.max_model_len, min_field)
+        fields = {"logprobs_mode": self.config.logprobs_mode, **given}
+        fields["max_tokens"] = left if max_tokens is None else min(max_tokens, left)
+        if fields.get("top_k") == -1:
+            fields["top_k"] = 0
+        if fields.get("seed") == NO_SEED:
+            fields["seed"] = None
+        return SamplingParams(**fields).check()
 
-    def text_options(self, body: GenerationBody, prompt_only: bool = False) -> TextOptions:
-        """Return the checked options of the choices. prompt_only: see TextOptions."""
-        stops = stop_strings(body.stop, "stop")
+    def stop_strings(self, stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+        """Return the stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long, or
+        if there is no tokenizer to look for them."""
+        stops = [stop] if isinstance(stop, str) else stop or []
+        sizes = [len(text) for text in stops]
+        if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
+            raise InvalidField(field, f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+        if sum(sizes) > MAX_STOP_CHARS_IN_ALL:
+            raise InvalidField(field, f"expected at most {MAX_STOP_CHARS_IN_ALL} characters in all, got {sum(sizes)}")
         if stops:
-            self.require_tokenizer("stop")
-        if stops and body.detokenize is False:
-            raise InvalidField(
-                "stop", "expected no stop strings with detokenize false: they are looked for in the text"
-            )
-        return TextOptions(
-            stops=stops,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            min_tokens=body.min_tokens or 0,
-            prompt_only=prompt_only,
-            detokenize=body.detokenize is not False,
-        )
-
-
-def generation_request(
-    body: GenerationBody,
-    id_prefix: str,
-    prompts: Sequence[list[int]],
-    sampling: Sequence[SamplingParams],
-    text: TextOptions,
-    arrival: float,
-    adapter: str,
-) -> GenerationRequest:
-    """Return the engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
-    adapter: see :meth:`ServingContext.adapter`.
-
-    The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
-    it names a trace, and a trace may have many requests. Raises InvalidField."""
-    fields = body.request_fields()
-    if fields.resumed_tokens and len(prompts) > 1:
-        raise InvalidField("resumed_tokens", "expected a single prompt")
-    if fields.resumed_tokens >= len(prompts[0]):
-        limit = len(prompts[0]) - 1
-        raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
-    if fields.retain_s and not body.request_id:
-        raise InvalidField("request_id", "expected one with retain_s: clients ask for the retained result by this id")
-    request_id = body.request_id or f"{id_prefix}-{uuid.uuid4().hex}"
-    several = len(prompts) > 1
-    ids = [part_id(request_id, i) for i in range(len(prompts))] if several else [request_id]
-    group = request_id if several else ""
-    retained_as = fingerprint(body) if fields.retain_s else ""
-    adapters = [adapter] * len(prompts)
-    requests = engine_requests(ids, prompts, sampling, adapters, fields, group, arrival, retained_as)
-    return GenerationRequest(requests, [text] * len(prompts))
+            self.require_tokenizer(field)
+        return tuple(stops)
 
 
 def engine_requests(
@@ -241,9 +183,3 @@ def engine_requests(
         AddRequest(*of_prompt, **shared | {"first_choice": fields.first_choice + fields.n * i, "adapter": adapters[i]})
         for i, of_prompt in enumerate(zip(ids, prompts, sampling, strict=True))
     ]
-
-
-def fingerprint(body: GenerationBody) -> str:
-    """Return a hash of ``body`` without the fields that say how and when its answer is delivered."""
-    fields = body.model_dump(exclude={"stream", "stream_options", "request_id", *TIMING}, exclude_none=True)
-    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()

@@ -1,29 +1,91 @@
 """Weight uploads: tensors that are the body of a call.
 
-The engine reads plain tensors while they arrive (upload_stream.py). Everything else is kept in a file of its own, for
-the engine to read when the body is complete.
+The API server keeps the body in a file of the upload folder, and the engine reads the file when the body is complete.
+A file is locked while its API server lives. The file of a killed API server is not locked, and the next API server
+removes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+import errno
+import mmap
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import Request
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.client.serving_client import ServingClient
+from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
+from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace
+from fastdeploy.core.files import has_room, new_locked_file, remove_abandoned
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.upload_files import UploadFile, upload_folder
+from fastdeploy.http.guards.body_receiver import BodyReceiver
 from fastdeploy.inter_communicator import messages as m
 
 BATCH_BYTES = 4 << 20  # handed to a thread for one write
+RENEWALS_PER_LEASE = 4  # while a body is received
+Result = TypeVar("Result")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def empty_upload() -> InvalidField:
-    return InvalidField("body", "expected the bytes of a safetensors file")
+class UploadFile:
+    """A new file in ``folder``, which ``close`` removes. Raises OutOfSpace."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
+        with self._out_of_space():
+            self._file = new_locked_file(self._path, 0o600)
+
+    @property
+    def path(self) -> str:
+        return str(self._path)
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write all of ``data``. Raises OutOfSpace if the file system is full; then a part may be written."""
+        rest = memoryview(data)
+        with self._out_of_space():
+            while rest:
+                count = os.pwrite(self._file.fileno(), rest, offset)
+                rest, offset = rest[count:], offset + count
+
+    def map(self, nbytes: int) -> memoryview:
+        """Return the first ``nbytes`` bytes of the file, as memory. All blocks of the file are allocated before: a full
+        disk then raises OutOfSpace, and causes no signal."""
+        with self._out_of_space():
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        return memoryview(mmap.mmap(self._file.fileno(), nbytes))
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _out_of_space(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise OutOfSpace(f"no room for the upload in {self._path.parent}: {error.strerror}") from error
+            raise
+
+
+def upload_folder(config: ServeConfig, nbytes: int) -> Path:
+    """Return the folder for ``nbytes`` of uploads: --upload-dir; without it shared memory, or the temporary folder if
+    shared memory has no room."""
+    first, *others = upload_folders(config.upload_dir)
+    return Path(first if not others or has_room(first, nbytes) else others[0])
+
+
+def remove_leftovers(config: ServeConfig) -> None:
+    """Remove the files of API servers that were killed."""
+    for folder in upload_folders(config.upload_dir):
+        remove_abandoned(folder, UPLOAD_PREFIX)
 
 
 def is_upload(request: Request) -> bool:
@@ -32,17 +94,18 @@ def is_upload(request: Request) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs | None) -> AsyncIterator[dict[str, Any]]:
-    """Admit an upload before its body is received. check: asked of the engine first, for an upload of base weights. Its
-    reply is yielded. Raises the error with which the engine would refuse the upload, EngineDead, and ServerBusy if all
-    --max-uploads places stay taken for too long."""
-    reply = {}
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs | None) -> AsyncIterator[str | None]:
+    """Admit an upload before its body is received. check: asked of the engine first, for an upload of base weights. The
+    id of its session is yielded, whose lease does not end while the block runs. Raises the error with which the engine
+    would refuse the upload, EngineDead, and ServerBusy if all --max-uploads places stay taken for too long."""
     if check is None:
         await context.client.require_engine()
-    else:
-        reply = await context.client.call(check)
-    async with context.uploads.hold():
-        yield reply
+        async with context.uploads.hold():
+            yield None
+        return
+    reply = await context.client.call(check)
+    async with context.uploads.hold(), _renewed_lease(context.client, check, reply.get("lease_s")):
+        yield reply["session_id"]
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +114,11 @@ async def spooled_upload(request: Request, context: ServingContext) -> AsyncIter
     OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""
     expected = int(request.headers.get("content-length", context.config.max_upload_mb << 20))
     with contextlib.closing(UploadFile(upload_folder(context.config, expected))) as file:
-        await _receive(request, file)
+        if (receiver := BodyReceiver.of(request)) is None:
+            await _write_body(request, file)
+        else:
+            await _receive_body(receiver, file, expected)
+            await request.receive()  # tells the middleware that the body is complete
         yield FileSource(file.path)
 
 
@@ -59,18 +126,58 @@ async def spooled_upload(request: Request, context: ServingContext) -> AsyncIter
 async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[FileSource]:
     """Keep ``data`` in a file while the block runs, as :func:`spooled_upload` does."""
     with contextlib.closing(UploadFile(upload_folder(context.config, len(data)))) as file:
-        await asyncio.to_thread(file.write, 0, data)
+        await _on_thread(file.write, 0, data)
         yield FileSource(file.path)
 
 
-async def _receive(request: Request, file: UploadFile) -> None:
+async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
+    """Receive a body straight into the pages of the file, which nothing refers to afterwards."""
+    memory = await _on_thread(file.map, nbytes)
+    try:
+        while received := await receiver.into(memory):
+            memory = memory[received:]
+    finally:
+        del memory
+
+
+async def _write_body(request: Request, file: UploadFile) -> None:
+    """Write a body that is short, or of unknown length."""
     batch, size = bytearray(), 0
     async for part in request.stream():
         batch += part
         if len(batch) >= BATCH_BYTES:
-            await asyncio.to_thread(file.write, size, batch)
+            await _on_thread(file.write, size, batch)
             size += len(batch)
             batch = bytearray()
-    await asyncio.to_thread(file.write, size, batch)
+    await _on_thread(file.write, size, batch)
     if not size + len(batch):
-        raise empty_upload()
+        raise InvalidField("body", "expected the bytes of a safetensors file")
+
+
+@contextlib.asynccontextmanager
+async def _renewed_lease(client: ServingClient, check: m.CheckUpdateArgs, lease_s: float | None) -> AsyncIterator[None]:
+    """Renew the lease of a weight session while the block runs. lease_s: None = there is no session."""
+
+    async def renew(lease_s: float) -> None:
+        while True:
+            await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
+            with contextlib.suppress(FastDeployError):  # the call of the part will raise it
+                await client.call(check)
+
+    renewing = None if lease_s is None else asyncio.create_task(renew(lease_s))
+    try:
+        yield
+    finally:
+        if renewing is not None:
+            renewing.cancel()
+
+
+async def _on_thread(work: Callable[..., Result], *args: Any) -> Result:
+    """Call ``work`` on a thread. If this coroutine is cancelled, it waits for the end of the work: the caller closes
+    the file then."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

@@ -50,7 +50,7 @@ def read_fleet_key(environment: Mapping[str, str]) -> str | None:
     return check_fleet_key(environment[FLEET_KEY]) if environment.get(FLEET_KEY) else None
 
 
-def take_fleet_key(environment: MutableMapping[str, str]) -> str | None:
+def pop_fleet_key(environment: MutableMapping[str, str]) -> str | None:
     """Move the fleet key out of ``environment``, so that no child process inherits it. Raises as read_fleet_key."""
     try:
         return read_fleet_key(environment)

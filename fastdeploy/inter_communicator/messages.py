@@ -17,7 +17,7 @@ import msgspec
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE
-from fastdeploy.inter_communicator.control_call import Access, Args
+from fastdeploy.inter_communicator.control_call import Args
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -29,7 +29,7 @@ from fastdeploy.inter_communicator.weight_calls import (
     LoadAdapterArgs,
     LookUpAdapterArgs,
     UnloadAdapterArgs,
-    UpdateChunkArgs,
+    UpdatePartArgs,
     UpdateWeightsArgs,
 )
 
@@ -89,8 +89,8 @@ class ResumeArgs(Args, frozen=True):
 
 
 class RenewArgs(Args, frozen=True):
-    """Let a hold end ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with HoldNotFound if
-    there is no such hold."""
+    """Set the end of a hold to ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with
+    HoldNotFound if there is no such hold."""
 
     hold_id: str
     ttl_s: float | None = None
@@ -98,7 +98,7 @@ class RenewArgs(Args, frozen=True):
 
 
 class PauseStatusArgs(Args, frozen=True):
-    access = Access.READ
+    reads = True
     scope: str = WHOLE_ENGINE
 
 
@@ -178,13 +178,13 @@ class WeightInfoArgs(Args, frozen=True):
     checksums: reply also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of
     them}."""
 
-    access = Access.READ
+    reads = True
 
     checksums: bool = False
 
 
 class ModelInfoArgs(Args, frozen=True):
-    access = Access.READ
+    reads = True
     shows_replicas = False
 
 
@@ -200,7 +200,7 @@ class LeadArgs(Args, frozen=True):
     FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. Reply: that of
     FleetStateArgs."""
 
-    access = Access.ANYONE
+    leader_only = False
 
     fleet: str
     controller: str
@@ -218,7 +218,7 @@ class FleetStateArgs(Args, frozen=True):
     [term, number] of the last change that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has
     led."""
 
-    access = Access.READ
+    reads = True
 
 
 class ExportWeightsArgs(Args, frozen=True):
@@ -226,7 +226,7 @@ class ExportWeightsArgs(Args, frozen=True):
     checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller deletes the
     file. UpdateInProgress if a commit changed the weights meanwhile."""
 
-    access = Access.ANYONE
+    leader_only = False
 
     timeout_s: float | None = None
 
@@ -234,7 +234,7 @@ class ExportWeightsArgs(Args, frozen=True):
 class RetainedArgs(Args, frozen=True):
     """Reply: {"known": whether a request with this id runs here or has a retained result}."""
 
-    access = Access.READ
+    reads = True
 
     request_id: str
 
@@ -242,7 +242,7 @@ class RetainedArgs(Args, frozen=True):
 class MetricsArgs(Args, frozen=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
-    access = Access.READ
+    reads = True
     shows_replicas = False
 
 
@@ -254,7 +254,7 @@ class EventsArgs(Args, frozen=True):
     came too fast to be kept, "state": {...}, "requests": [...] if asked for or if events were lost}. After a restart of
     the engine "next" counts from 0 again; "boot_id" of the state tells the restart."""
 
-    access = Access.READ
+    reads = True
     one_member = True
     shows_replicas = False
 
@@ -273,7 +273,7 @@ class FenceAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Malformed(NamedTuple):
-    """Report of the transport about a message that does not fit its type. Never on the wire. call_id, request_id: one
+    """A message that does not fit its type, as the transport has found it. Never on the wire. call_id, request_id: one
     is set if the sender waits for an answer."""
 
     why: str

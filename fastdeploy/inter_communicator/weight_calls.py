@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source, WholeSource
-from fastdeploy.inter_communicator.control_call import Access, Args
+from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source
+from fastdeploy.inter_communicator.control_call import Args
 
 
 class UpdateWeightsArgs(Args, frozen=True):
@@ -16,15 +16,14 @@ class UpdateWeightsArgs(Args, frozen=True):
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
     timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
-    form: as in UpdateChunkArgs.
+    form: as in UpdatePartArgs.
     """
 
-    source: WholeSource
+    source: Source
     version: str | None = None
     expected_version: str | None = None
     kv: str = "keep"
     partial: bool = False
-    in_place: bool = False
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
     timeout_s: float | None = None
@@ -39,7 +38,6 @@ class UpdateWeightsArgs(Args, frozen=True):
             expected_version=self.expected_version,
             kv=self.kv,
             partial=self.partial,
-            in_place=self.in_place,
             timeout_s=self.timeout_s,
             base=self.base,
             fingerprint=self.fingerprint,
@@ -54,7 +52,6 @@ class BeginUpdateArgs(Args, frozen=True):
     expected_version: the update is refused unless this version serves, now and at the commit.
     kv: keep or recompute the KV of requests in flight.
     partial: tensors that do not arrive keep their value; otherwise all must arrive.
-    in_place: no second copy of the weights. Needs a paused engine, and places the system hold "in_place".
     lease_s: the session ends when no part and no commit has come for so many seconds.
     timeout_s: seconds that each part, and the check of the commit, may take; after that the session ends.
     placed_by: name of the opener, for callers that keep no session id.
@@ -71,7 +68,6 @@ class BeginUpdateArgs(Args, frozen=True):
     expected_version: str | None = None
     kv: str = "keep"
     partial: bool = False
-    in_place: bool = False
     lease_s: float = 300.0
     timeout_s: float | None = None
     placed_by: str = "native"
@@ -81,14 +77,10 @@ class BeginUpdateArgs(Args, frozen=True):
     ends_with_client: bool = False
 
 
-class UpdateChunkArgs(Args, frozen=True):
+class UpdatePartArgs(Args, frozen=True):
     """A part of a weight session: some tensors, checked and packed before the reply {"session_id", "tensors", "nbytes",
     "tensors_received", "lease_s"}. A part that is refused ends the session.
 
-    source: a StreamSource is one piece of a part. As long as the part is not complete, the lease does not run, the
-    session cannot be committed, and the reply counts no tensors of the part. A part that breaks off leaves the session
-    open, and so does the end of the connection of its client. Sessions of deltas, and partial ones in place, take no
-    streams with content.
     session_id: None = the open session of ``placed_by``. If there is none, the part is not read, and the reply is
     {"session_id": null}. version: replaces the version of begin. checksums: {tensor: sha256 hex of its bytes}, for any
     of the tensors. form: the encoding of the tensors; other than dense in a session with a base only."""
@@ -108,9 +100,9 @@ class UpdateChunkArgs(Args, frozen=True):
 
 class CheckUpdateArgs(Args, frozen=True):
     """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
-    session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
-    form: of the part. Reply: {"session_id": of the session or null, "streams": whether the upload may come as a
-    StreamSource}, or the error of the refusal. Changes nothing."""
+    session (found as in UpdatePartArgs), whose lease is renewed. Without a session the upload is an update with the
+    fields of ``begin``. form: of the part. Reply: {"session_id": of the session or null, "lease_s": of the session}, or
+    the error of the refusal."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
@@ -118,7 +110,7 @@ class CheckUpdateArgs(Args, frozen=True):
     form: PartFormat = PLAIN
 
     def needs_leader(self) -> bool:
-        """See UpdateChunkArgs."""
+        """See UpdatePartArgs."""
         return self.session_id is None
 
 
@@ -168,7 +160,7 @@ class LoadAdapterArgs(Args, frozen=True):
     count. ModelNotFound if it is not there. No route sets it."""
 
     lora_name: str
-    source: WholeSource
+    source: Source
     config: dict[str, Any] | None = None
     path: str = ""
     version: str | None = None
@@ -212,15 +204,15 @@ class AdaptersArgs(Args, frozen=True):
     """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version",
     "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes", "in_memory", "requests"]}."""
 
-    access = Access.READ
+    reads = True
 
 
 class ExportAdapterArgs(Args, frozen=True):
-    """Tell where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
+    """Ask where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
     unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
     unknown name."""
 
-    access = Access.ANYONE
+    leader_only = False
     one_member = True
 
     lora_name: str

@@ -17,12 +17,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from fastdeploy.core.errors import EngineDead
+from fastdeploy.core.errors import EngineDead, FastDeployError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.connection_limit import ConnectionLimit
-from fastdeploy.inter_communicator.encoding import encode
 from fastdeploy.inter_communicator.fleet_key import guard_client, guard_engine, require_fleet_key
-from fastdeploy.inter_communicator.messages import Call, Malformed, ToClient, ToEngine
+from fastdeploy.inter_communicator.messages import Call, Failure, Malformed, Rejected, Reply, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 LINGER_MS = 200
@@ -45,6 +44,9 @@ HANDSHAKE_FAILED = (
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # before the handshake: nobody listens there
 OVER_TCP = zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | sum(HANDSHAKE_FAILED)
 REFUSED = "refused the fleet key, or is no engine of this fleet: FASTDEPLOY_FLEET_KEY must be the same on both sides"
+
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 class ZmqRouterTransport:
@@ -152,6 +154,44 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
     return None
 
 
+def encode(message: ToClient) -> bytes:
+    """Encode ``message`` with msgpack. Lone surrogates are replaced by "?". A Reply or Rejected that still cannot be
+    encoded, such as one with an integer of more than 64 bits, becomes an internal error to the same caller. For any
+    other message the error of msgspec is raised, since the engine itself made the mistake."""
+    try:
+        try:
+            return _encoder.encode(message)
+        except UnicodeEncodeError:
+            logger.warning("a %s has text that UTF-8 cannot hold: replaced", type(message).__name__)
+            return _encoder.encode(_without_surrogates(msgspec.to_builtins(message, builtin_types=(bytes,))))
+    except Exception as error:
+        return _encoder.encode(_internal_error(message, error))
+
+
+def _internal_error(message: ToClient, error: Exception) -> Reply | Rejected:
+    text = f"the engine's answer cannot be sent: {type(error).__name__}: {error}"
+    failure = Failure(FastDeployError.code, _without_surrogates(text))
+    match message:
+        case Reply(call_id=call_id):
+            logger.error("the reply to call %d cannot be encoded", call_id, exc_info=error)
+            return Reply(call_id, {}, failure)
+        case Rejected(request_id=request_id):
+            logger.error("the refusal of a request cannot be encoded", exc_info=error)
+            return Rejected(request_id, failure)
+    raise error
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case dict():
+            return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_without_surrogates(item) for item in value]
+    return value
+
+
 def context_of_many() -> zmq.asyncio.Context:
     """Return a context for connectors to hundreds of engines. The caller ends it with ``destroy``."""
     context = zmq.asyncio.Context()
@@ -160,7 +200,7 @@ def context_of_many() -> zmq.asyncio.Context:
 
 
 class ZmqConnector:
-    """Makes the connections of one client to ``endpoint`` (see client.connection.Connector). secret: the fleet key,
+    """Makes the connections of one client to ``endpoint`` (see transport.Connector). secret: the fleet key,
     which a TCP endpoint needs. Raises InvalidField without it. context: shared with other connectors, so that two
     threads of ZMQ serve them all; the caller ends it. None = one of its own."""
 
@@ -183,7 +223,7 @@ class ZmqConnector:
 
 
 class ZmqConnection:
-    """One connection of a client (see client.connection.Connection). Over a unix socket, messages that are sent before
+    """One connection of a client (see transport.Connection). Over a unix socket, messages that are sent before
     the engine's socket is there wait for it. Over TCP the connection tries once, and its ``messages`` raise EngineDead,
     which names the address, if the engine cannot be reached, refuses the fleet key, or is lost."""
 

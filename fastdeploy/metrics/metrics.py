@@ -15,8 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fastdeploy.core.config import PAUSE_MODES
-from fastdeploy.core.request import FinishReason, Request
-from fastdeploy.scheduler.scheduler import NewToken
+from fastdeploy.core.request import FinishReason, NewTokens, Request
 
 _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
 
@@ -91,11 +90,12 @@ class EngineMetrics:
         self.pause_seconds = make(Durations, "pause_seconds", "First hold to last release, of the whole engine")
         self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
 
-    def observe_tokens(self, tokens: list[NewToken]) -> None:
-        self.num_tokens += len(tokens)
-        self.tokens.inc(len(tokens))
-        self.tpot.observe([token.gap_s for token in tokens if not token.first])
-        self.ttft.observe([token.gap_s for token in tokens if token.first])
+    def observe_tokens(self, step: list[NewTokens]) -> None:
+        count = sum([len(new.token_ids) for new in step])
+        self.num_tokens += count
+        self.tokens.inc(count)
+        self.tpot.observe([new.gap_s for new in step if not new.first])
+        self.ttft.observe([new.gap_s for new in step if new.first])
 
     def observe_ended(self, requests: list[Request], now: float) -> None:
         for reason, count in collections.Counter(request.finish_reason for request in requests).items():

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.core.files import ANYWHERE, SHARED_MEMORY, Folder, open_regular
+from fastdeploy.core.files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.pulled_folder import lock_for_reading
-from fastdeploy.core.weight_source import MAX_TENSORS, FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.core.weight_source import MAX_TENSORS, FolderSource, Source
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 # A tensor takes about 140 bytes of a header and 100 of an index.
@@ -75,13 +75,10 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
     link."""
     reader = SafetensorsReader()
     try:
-        match source:
-            case FolderSource():
-                _open_folder(reader, source.path, roots)
-            case FileSource():
-                _add(reader, source.path, open_regular)
-            case SharedMemorySource():
-                _open_shared_memory(reader, source)
+        if isinstance(source, FolderSource):
+            _open_folder(reader, source.path, roots)
+        else:
+            _add(reader, source.file, open_regular, source.nbytes)
     except BaseException:
         reader.close()
         raise
@@ -250,14 +247,6 @@ def _add(reader: SafetensorsReader, path: str, open_file: Callable[[str], int], 
     except OSError as error:
         raise refuse_file(file, f"cannot be opened: {error.strerror}") from error
     reader.add_file(file, fd, limit)
-
-
-def _open_shared_memory(reader: SafetensorsReader, source: SharedMemorySource) -> None:
-    """Open a segment. The trainer stays its owner: no resource tracker learns of it, and nothing here unlinks it."""
-    name = source.name.removeprefix("/")
-    if name in ("", ".", "..") or "/" in name:
-        raise refuse_file(source.name, "is not the name of a shared memory segment")
-    _add(reader, f"{SHARED_MEMORY}/{name}", open_regular, source.nbytes)
 
 
 def _parse_header(raw: bytes, file: str) -> dict[str, _HeaderEntry]:

@@ -37,7 +37,7 @@ class RolloutRequest:
     the adapter that computes the answer.
 
     prompt_logprobs: those of the prompt, which a server sends once for all choices; None until all have come.
-    adapter_loads: see Router.adapter_loads.
+    adapter: its loads when the generation began, if this client has loaded it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RolloutRequest:
         self.request_id = request_id
         self.lora_name = lora_name
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.adapter_loads: object | None = None
+        self.adapter: object | None = None
         self._restarts = 0
         self._end_ids = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
@@ -84,7 +84,7 @@ class RolloutRequest:
         self.prompt_logprobs = None
 
     def add_prompt_logprobs(self, entries: Sequence[Any], began: bool) -> None:
-        """Take the logprobs of the prompt from a reply, whose prompt may end with tokens of an earlier attempt. A part
+        """Read the logprobs of the prompt from a reply, whose prompt may end with tokens of an earlier attempt. A part
         of them is dropped, since the next attempt asks for them again. began: the reply has a token, so that all must
         be there. Raises MalformedReply if they are not."""
         count = len(self.prompt_ids)
@@ -99,7 +99,7 @@ class RolloutRequest:
         yet, or one choice with its tokens so far."""
         first = choices[0]
         assert len(choices) == 1 or not any(c.token_ids for c in choices)
-        done = len(first.token_ids)
+        num_tokens = len(first.token_ids)
         body = self.params | {
             "prompt": self.prompt_ids + first.token_ids,
             "n": len(choices),
@@ -112,12 +112,12 @@ class RolloutRequest:
             body["model"] = self.lora_name
         if self.first_choice + first.index:
             body["first_choice"] = self.first_choice + first.index
-        if done:
-            body["resumed_tokens"] = done
+        if num_tokens:
+            body["resumed_tokens"] = num_tokens
             if self.max_tokens is not None:
-                body["max_tokens"] = self.max_tokens - done
+                body["max_tokens"] = self.max_tokens - num_tokens
             if self.min_tokens:
-                body["min_tokens"] = max(self.min_tokens - done, 0)
+                body["min_tokens"] = max(self.min_tokens - num_tokens, 0)
         if self.deadline_s is not None:  # counted from the first attempt
             body["deadline_s"] = max(self.deadline_s - (time.monotonic() - self._began), MIN_DEADLINE_S)
         if self.prompt_logprobs is not None:
@@ -155,21 +155,17 @@ class PartialRollout:
     stop_reason: int | str | None = None
     num_preempted: int = 0
     cached_tokens: int | None = None
-    replicas: list[str] = field(default_factory=list)
+    num_attempts: int = 0
     _base: int = 0
     _is_new_attempt: bool = True
     _preempted_before: int = 0
 
-    @property
-    def num_attempts(self) -> int:
-        return len(self.replicas)
-
-    def begin_attempt(self, replica: str) -> None:
-        """Start an attempt on ``replica``. Spans, text and count of preemptions of an attempt begin at zero."""
+    def begin_attempt(self) -> None:
+        """Start an attempt. Its spans, text and count of preemptions begin at zero."""
         self._base = len(self.token_ids)
         self._is_new_attempt = True
         self._preempted_before = self.num_preempted
-        self.replicas.append(replica)
+        self.num_attempts += 1
 
     def add_output(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
         """Add what one event of a stream says of this choice. Raises MalformedReply if tokens and logprobs do not
@@ -216,7 +212,6 @@ class PartialRollout:
                 start,
                 end,
                 bool(s.get("recomputed")),
-                self.replicas[-1],
                 boot_id,
                 lora_name=s.get("lora_name"),
                 adapter_epoch=s.get("adapter_epoch", 0),
@@ -228,7 +223,7 @@ class PartialRollout:
                 self.spans.append(span)
 
     def add_usage(self, usage: Mapping[str, Any]) -> None:
-        """Take the count of cached tokens from the usage that ends a stream, if this attempt began without a token."""
+        """Read the count of cached tokens in the usage that ends a stream, if this attempt began without a token."""
         if not self._base:
             self.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -260,7 +255,6 @@ class PartialRollout:
             top_logprobs=self.top_logprobs if num_top else None,
             prompt_logprobs=self.request.prompt_logprobs,
             num_preempted=self.num_preempted,
-            num_resumes=max(len(self.replicas) - 1, 0),
-            replicas=tuple(self.replicas),
+            num_resumes=max(self.num_attempts - 1, 0),
             cached_tokens=self.cached_tokens,
         )

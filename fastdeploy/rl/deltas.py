@@ -1,6 +1,6 @@
 """The state that a trainer published last, and what changed since: the payloads of a delta. No HTTP here.
 
-All values are in the serving dtype of the replicas, as flat arrays: float32, or bfloat16 as uint16 bits.
+All values are in the serving dtype of the server, as flat arrays: float32, or bfloat16 as uint16 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorChange(NamedTuple):
 @dataclass(frozen=True)
 class Difference:
     """A state as compared with a snapshot. changes: the tensors that changed. fingerprints: of all new tensors that the
-    servers count. nbytes: of the payloads and whole tensors to send."""
+    server counts. nbytes: of the payloads and whole tensors to send."""
 
     changes: Mapping[str, TensorChange]
     fingerprints: Mapping[str, Fingerprint]
@@ -54,8 +54,8 @@ class Difference:
 
 
 class Snapshot:
-    """The last publication, as the servers of one dtype serve it. values: flat, by name. fingerprints: of the same
-    tensors. alias: (name, target) of a tensor that the servers tie to another one, or None."""
+    """The last publication, as a server of one dtype serves it. values: flat, by name. fingerprints: of the same
+    tensors. alias: (name, target) of a tensor that the server ties to another one, or None."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Snapshot:
     def of(
         cls, dtype: str, values: dict[str, np.ndarray], fingerprints: Mapping[str, Fingerprint], names: Collection[str]
     ) -> Snapshot:
-        """Return the snapshot of a state of which the servers count the tensors ``names``; see :func:`counted`. Takes
+        """Return the snapshot of a state of which the server counts the tensors ``names``; see :func:`counted`. Takes
         the values over."""
         alias = None
         for tied in values.keys() - set(names):
@@ -96,7 +96,7 @@ class Snapshot:
 
     def difference(self, state: Mapping[str, HostTensor]) -> Difference:
         """Compare ``state``, which must fit. Raises InvalidField for a tensor whose values do not fit the dtype, and
-        for one that differs from the tensor to which the servers tie it."""
+        for one that differs from the tensor to which the server ties it."""
         self._check_alias(state)
         names = [name for name in state if name in self._values]
         found = in_threads(lambda name: self._compare(name, state[name]), names, lambda name: size_of(state[name]))
@@ -109,7 +109,7 @@ class Snapshot:
         return Difference(changes, fingerprints, sum(sizes))
 
     def advance(self, state: Mapping[str, HostTensor], difference: Difference) -> None:
-        """Take over the new values of ``state``, whose ``difference`` all servers of this dtype have committed."""
+        """Take over the new values of ``state``, whose ``difference`` the server has committed."""
 
         def take(name: str) -> None:
             old, payload = self._values[name], difference.changes[name].payload
@@ -153,11 +153,11 @@ class Snapshot:
             return
         name, target = self._alias
         if target not in state:
-            raise InvalidField(name, f"expected {target} beside it, to which the servers tie it")
+            raise InvalidField(name, f"expected {target} beside it, to which the server ties it")
         if not _same_memory(state[name], state[target]):
             pairs = zip(pieces(name, state[name], self.dtype), pieces(target, state[target], self.dtype), strict=True)
             if not all(np.array_equal(_bits(one), _bits(other)) for (_, one), (_, other) in pairs):
-                raise InvalidField(name, f"expected the values of {target}, to which the servers tie it")
+                raise InvalidField(name, f"expected the values of {target}, to which the server ties it")
 
 
 def counted(fingerprints: Mapping[str, Fingerprint], served: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Generating the answer to one request, over as many attempts and replicas as needed."""
+"""Generating the answer to one request, over as many attempts as needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import hashlib
 from collections.abc import Hashable, Sequence
 
 from fastdeploy.core.errors import FastDeployError, ModelNotFound
+from fastdeploy.rl.connection import Connection
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, is_retryable
-from fastdeploy.rl.replica import Replica
-from fastdeploy.rl.routing import Router
+from fastdeploy.rl.server_state import ServerState
 
 MAX_SESSION_CHARS = 256
 
@@ -19,8 +19,9 @@ class RolloutGenerator:
     """Generates answers. max_failures, silence_s: see RolloutClient. The stream of a frozen request is not silent: the
     server sends a comment every few seconds."""
 
-    def __init__(self, router: Router, max_failures: int, silence_s: float):
-        self._router = router
+    def __init__(self, connection: Connection, state: ServerState, max_failures: int, silence_s: float):
+        self._connection = connection
+        self._state = state
         self._max_failures = max_failures
         self._silence_s = silence_s
 
@@ -30,7 +31,7 @@ class RolloutGenerator:
         """Return all ``request.n`` choices, finished. deadline: on the event loop's clock. Raises RolloutFailed with
         the tokens so far, also if a choice ended with an error; or the error of an invalid request."""
         choices = [PartialRollout(request, k) for k in range(request.n)]
-        request.adapter_loads = self._router.adapter_loads(request.lora_name)
+        request.adapter = self._state.adapters.get(request.lora_name or "")
         try:
             async with asyncio.timeout_at(deadline):
                 await self._finish(choices, session)
@@ -72,49 +73,46 @@ class RolloutGenerator:
             raise failed.exceptions[0] from None
 
     async def _attempt(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
-        """Ask one replica for the rest of ``choices``. Raises the replica's error; tokens received before it are
-        kept. If the adapter was unloaded meanwhile, ends the choices: an adapter that was loaded since then is another
-        one."""
-        lora_name, loads = choices[0].request.lora_name, choices[0].request.adapter_loads
-        async with self._router.reserve(session, len(choices), lora_name) as replica:
-            if loads is not None and self._router.adapter_loads(lora_name) is not loads:
-                for choice in choices:
-                    choice.end_without_adapter()
-                return
+        """Ask for the rest of ``choices``. Raises the server's error; tokens received before it are kept. If the
+        adapter was unloaded meanwhile, ends the choices: an adapter that was loaded since then is another one."""
+        request, state = choices[0].request, self._state
+        await state.until_usable(request.lora_name)
+        if request.adapter is not None and state.adapters.get(request.lora_name or "") is not request.adapter:
             for choice in choices:
-                choice.begin_attempt(replica.url)
-            try:
-                await self._stream(replica, choices, session)
-            except ModelNotFound as error:
-                health = await replica.call("GET", "/health")
-                self._require_published(replica, health.get("boot_id"))
-                if self._router.lost_adapter(replica, lora_name):
-                    raise Unreachable("its engine restarted, and has lost the adapter") from error
-                raise
-            except FastDeployError as error:
-                if all(choice.finish_reason is not None for choice in choices):
-                    return  # the error repeats a finish reason that is known already
-                if is_retryable(error):
-                    self._router.note_refusal(replica, error)
-                for choice in choices:
-                    if choice.finish_reason is None:
-                        choice.end_attempt_early()
-                raise
+                choice.end_without_adapter()
+            return
+        for choice in choices:
+            choice.begin_attempt()
+        try:
+            await self._stream(choices, session)
+        except ModelNotFound as error:
+            self._require_published(await state.ask_engine())
+            if state.has_lost(request.lora_name):
+                raise Unreachable("its engine restarted, and has lost the adapter") from error
+            raise
+        except FastDeployError as error:
+            if all(choice.finish_reason is not None for choice in choices):
+                return  # the error repeats a finish reason that is known already
+            if is_retryable(error):
+                state.note_refusal(error)
+            for choice in choices:
+                if choice.finish_reason is None:
+                    choice.end_attempt_early()
+            raise
 
-    async def _stream(self, replica: Replica, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
+    async def _stream(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         body = choices[0].request.body(choices)
         if session is not None:
             body["session"] = session_name(session)
         ended: set[int] = set()
-        async with replica.stream("/v1/completions", body, self._silence_s) as events:
+        async with self._connection.stream("/v1/completions", body, self._silence_s) as events:
             async for event in events:
                 if event is None:  # no token for a while: a restarted engine may wait for weights to be published
-                    health = await replica.call("GET", "/health")
-                    self._require_published(replica, health.get("boot_id"))
+                    self._require_published(await self._state.ask_engine())
                     continue
-                self._require_published(replica, event.get("system_fingerprint"))
+                self._require_published(self._state.note_engine(event.get("system_fingerprint")))
                 for item in event["choices"]:
-                    choices[item["index"]].add_output(item, replica.boot_id)
+                    choices[item["index"]].add_output(item, self._state.boot_id)
                     if item.get("finish_reason") is not None:
                         ended.add(item["index"])
                 if event.get("usage"):
@@ -123,15 +121,14 @@ class RolloutGenerator:
         if len(ended) < len(choices):
             raise Unreachable("the stream ended before its last event")
 
-    def _require_published(self, replica: Replica, boot_id: str | None) -> None:
-        """Note the engine's boot id. Raises Unreachable if that engine lost the published weights: its tokens must not
-        be used."""
-        if not self._router.note_engine(replica, boot_id):
-            raise Unreachable(replica.stale or "")
+    def _require_published(self, is_published: bool) -> None:
+        """Raise Unreachable if the engine lost the published weights: its tokens must not be used."""
+        if not is_published:
+            raise Unreachable(self._state.stale or "")
 
 
 def session_name(session: Hashable) -> str:
-    """Return the name of a session for servers: the text of a number or of a short string, else a hash of its text."""
+    """Return the name of a session for the server: the text of a number or short string, else a hash of its text."""
     text = str(session)
     if isinstance(session, int | str) and 0 < len(text) <= MAX_SESSION_CHARS:
         return text

@@ -1,138 +1,294 @@
-"""Publishing weights to many replicas in two phases: first stage the tensors on all, then commit on all.
-
-If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and no replica commits. Each
-replica is sent what it lacks: a delta if it serves the base of the delta, else the whole.
-"""
+"""Publishing weights: all tensors are staged before the commit, so the server has all of them or none."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fastdeploy.rl.errors import FleetError, Report, Unreachable
-from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
+from fastdeploy.core.errors import BaseMismatch, FastDeployError, InvalidField, WeightUpdateRefused
+from fastdeploy.rl import state_encoding
+from fastdeploy.rl.connection import Connection, repeat, run_shielded
+from fastdeploy.rl.deltas import Difference, Snapshot, require_served, wire_nbytes
+from fastdeploy.rl.errors import Unreachable, WrongWeights
 from fastdeploy.rl.holds import Holds
-from fastdeploy.rl.replica import Replica
-from fastdeploy.rl.replica_session import ReplicaSession
-from fastdeploy.rl.routing import Router
+from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import PublicationLedger
-from fastdeploy.rl.state_transfer import Group, Transfer
+from fastdeploy.rl.state_transfer import (
+    NamedTensors,
+    Tensors,
+    WholeTensors,
+    delta_parts,
+    split_state,
+    split_stream,
+)
+from fastdeploy.rl.uploads import Means, PartCall, PartCalls
 
-CONFIRM_S = 30.0  # limit of each call that begins or aborts a session, or asks what a replica serves
-NOT_COMMITTED = "no replica has committed"
+CONFIRM_S = 30.0  # limit of each call that begins, commits or aborts a session, or asks what is served
+# A delta is sent if its bytes are less than this share of the whole: servers take whole tensors faster than changes.
+MAX_DELTA_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights that all replicas have committed.
+    """Weights that the server has committed.
 
-    number: counts this client's publications from 1. version: the label on the first replica (without a given version,
-    each replica makes a label of its weight_epoch). reports: of the commits. tensors, nbytes: sent to each replica; to
-    the one that was sent most, if they differ. full_nbytes: of the whole. changed_values: values that differ from the
-    last publication. Both are None if not known. deltas: urls of the replicas that were sent a delta."""
+    number: counts this client's publications from 1. version: the label (without a given version, the server makes one
+    of its weight_epoch). report: of the commit. tensors, nbytes: sent. full_nbytes: of the whole. changed_values:
+    values that differ from the last publication. Both are None if not known. is_delta: only these were sent."""
 
     number: int
     version: str
-    reports: list[Report]
+    report: dict[str, Any]
     tensors: int = 0
     nbytes: int = 0
     full_nbytes: int | None = None
     changed_values: int | None = None
-    deltas: tuple[str, ...] = ()
+    is_delta: bool = False
 
 
 class Publisher:
-    """Publishes weights, one publication at a time: callers of :meth:`publish` hold ``lock``."""
+    """Publishes weights, one publication at a time, and keeps a snapshot of the last one."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: PublicationLedger, holds: Holds):
-        self._replicas = replicas
-        self._router = router
-        self._ledger = ledger
+    def __init__(self, connection: Connection, state: ServerState, holds: Holds):
+        self.ledger = PublicationLedger()
+        self._connection = connection
+        self._state = state
         self._holds = holds
-        self.lock = asyncio.Lock()
+        self._snapshot: Snapshot | None = None
+        self._lock = asyncio.Lock()
 
-    async def publish(self, options: dict[str, Any], transfer: Transfer, deadline_s: float) -> Publication:
-        """Stage the transfer on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError
-        with a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas
-        get no requests until the next publication. Raises HoldLost if a hold of this client has ended on a replica;
-        then no replica has committed."""
-        sessions = [ReplicaSession(replica, options, CONFIRM_S) for replica in self._replicas]
+    async def publish_folder(self, path: str, options: Mapping[str, Any], deadline_s: float) -> Publication:
+        """Publish a checkpoint folder that the server can read. See :meth:`publish`."""
+        async with self._lock:
+            self._snapshot = None
+            async with self._staging(options, deadline_s) as session:
+                await session.stage(PartCall({"model_path": path}), deadline_s)
+            return await self._commit(session)
+
+    async def publish(
+        self,
+        state: Mapping[str, Any] | NamedTensors,
+        delta: str,
+        means: Means,
+        options: Mapping[str, Any],
+        deadline_s: float,
+    ) -> Publication:
+        """Publish a state. delta: "auto" or "never". options: the body of /v1/weights/begin. Raises InvalidField for a
+        state that cannot be sent, HoldLost before the commit if a hold of this client has ended, Unreachable if the
+        parts are not staged in ``deadline_s``, and WrongWeights after the commit."""
+        if delta not in ("auto", "never"):
+            raise InvalidField("delta", f"expected auto or never, got {delta!r}")
+        async with self._lock:
+            if not isinstance(state, Mapping):
+                return await self._publish_stream(state, means, options, deadline_s)
+            if not state:
+                raise InvalidField("state", "expected at least one tensor")
+            tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
+            require_served(tensors)
+            if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, _is_partial(options)):
+                difference = await asyncio.to_thread(self._snapshot.difference, tensors)
+                return await self._publish_difference(tensors, self._snapshot, difference, means, options, deadline_s)
+            return await self._publish_whole(tensors, delta == "auto", means, options, deadline_s)
+
+    async def _publish_stream(
+        self, pairs: NamedTensors, means: Means, options: Mapping[str, Any], deadline_s: float
+    ) -> Publication:
+        if means.via == "folder":
+            raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
+        self._snapshot = None
+        async with self._staging(options, deadline_s) as session:
+            whole = WholeTensors(session.dtype, {})
+            await session.stage_all(means.calls(whole.parts(split_stream(pairs, means.part_bytes))), deadline_s)
+        return await self._commit(session, lambda served: _is_partial(options) or whole.are_all_of(served))
+
+    async def _publish_whole(
+        self, tensors: Tensors, keeps: bool, means: Means, options: Mapping[str, Any], deadline_s: float
+    ) -> Publication:
+        """Publish all tensors. keeps: make a snapshot of them while they are sent."""
+        is_partial, self._snapshot = _is_partial(options), None
+        keeps = keeps and not is_partial
+        async with self._staging(options, deadline_s) as session:
+            whole = WholeTensors(session.dtype, {}, keeps)
+            await session.stage_all(means.calls(whole.parts(split_state(tensors, means))), deadline_s)
+
+        def settle(served: str) -> bool:
+            is_right = is_partial or whole.are_all_of(served)
+            if keeps and is_right:
+                self._snapshot = whole.snapshot(served)
+            return is_right
+
+        return await self._commit(session, settle, full_nbytes=sum(t.data.nbytes for t in tensors.values()))
+
+    async def _publish_difference(
+        self,
+        tensors: Tensors,
+        last: Snapshot,
+        difference: Difference,
+        means: Means,
+        options: Mapping[str, Any],
+        deadline_s: float,
+    ) -> Publication:
+        """Publish the difference from ``last`` if the server serves that, else all tensors."""
+        full_nbytes = sum(wire_nbytes(tensor, last.dtype) for tensor in tensors.values())
+        is_small = difference.nbytes < MAX_DELTA_SHARE * full_nbytes
+        try:
+            async with self._staging(options, deadline_s, last.fingerprint if is_small else None) as session:
+                is_known = session.dtype == last.dtype
+                whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
+                parts = whole.parts(split_state(tensors, means))
+                if session.is_delta:
+                    parts = delta_parts(tensors, difference, whole, means)
+                await session.stage_all(means.calls(parts), deadline_s)
+
+            def settle(served: str) -> bool:
+                if not is_known:
+                    self._snapshot = None  # a server in another dtype never serves it
+                if expected is None:
+                    return _is_partial(options) or whole.are_all_of(served)
+                if served == expected:
+                    last.advance(tensors, difference)
+                return served == expected
+
+            is_all = session.is_delta or (is_known and not _is_partial(options))
+            expected = difference.fingerprint if is_all else None
+            sizes = {"full_nbytes": full_nbytes, "changed_values": difference.changed_values}
+            return await self._commit(session, settle, expected, **sizes)
+        except WeightUpdateRefused:  # the trainer may have changed a tensor while the last state was sent
+            self._snapshot = None
+            raise
+
+    @asynccontextmanager
+    async def _staging(
+        self, options: Mapping[str, Any], deadline_s: float, base: str | None = None
+    ) -> AsyncIterator[_WeightSession]:
+        """Open a session, which the block fills with new weights. If that fails, the session is aborted. base:
+        fingerprint of the weights for which the block has a delta."""
+        session = _WeightSession(self._connection)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._each(sessions, lambda session: session.begin(transfer.base), CONFIRM_S)
-                for group in _groups(sessions):
-                    await self._stage([s for s in sessions if s.replica.url in group.urls], group, transfer, deadline_s)
+                await session.begin(options, base)
+                yield session
                 await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
-            await run_shielded(self._call(sessions, ReplicaSession.abort, CONFIRM_S))
+            with suppress(FastDeployError):
+                await run_shielded(session.abort())
             if isinstance(error, TimeoutError):
-                late = Unreachable(f"not staged within {deadline_s} s")
-                raise FleetError(NOT_COMMITTED, [Report(r.url, error=late) for r in self._replicas]) from error
+                raise Unreachable(f"not staged within {deadline_s} s: nothing was committed") from error
             raise
-        number = self._ledger.begin_publication()
-        reports = await run_shielded(self._commit(sessions, transfer, number))
-        require_all("the commit failed on some replicas, which are left out until they are published to", reports)
-        return Publication(
-            number,
-            str(reports[0].unwrap()["version"]),
-            reports,
-            max(session.tensors for session in sessions),
-            max(session.nbytes for session in sessions),
-            transfer.full_nbytes,
-            transfer.changed_values,
-            tuple(session.replica.url for session in sessions if session.is_delta),
-        )
 
-    async def _stage(
-        self, sessions: Sequence[ReplicaSession], group: Group, transfer: Transfer, deadline_s: float
-    ) -> None:
-        async with aclosing(transfer.calls(group)) as calls:
+    async def _commit(
+        self,
+        session: _WeightSession,
+        settle: Callable[[str], bool] = lambda served: True,
+        expected: str | None = None,
+        **sizes: Any,
+    ) -> Publication:
+        """Commit the staged weights. settle: gets the fingerprint of what serves then, and returns whether it is that
+        of the published weights. expected: this fingerprint, if it is known. sizes: further fields of Publication."""
+
+        async def commit() -> dict[str, Any]:
+            try:
+                report = await session.commit(expected)
+                if not await asyncio.to_thread(settle, report["fingerprint"]):
+                    wrong = f"serves weights with the fingerprint {report['fingerprint']}, expected {expected}"
+                    raise WrongWeights(wrong)
+            except BaseException:
+                self.ledger.end_publication()
+                raise
+            self.ledger.end_publication(report["boot_id"], report["weight_epoch"])
+            self._state.note_published(report["boot_id"])
+            return report
+
+        number = self.ledger.begin_publication()
+        report = await run_shielded(commit())
+        sent: dict[str, Any] = {"tensors": session.tensors, "nbytes": session.nbytes, "is_delta": session.is_delta}
+        return Publication(number, str(report["version"]), report, **sent, **sizes)
+
+
+def _is_partial(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("partial"))
+
+
+class _WeightSession:
+    """One weight session, from begin to commit. dtype: in which the server serves. is_delta: the server serves the base
+    of a delta. tensors, nbytes: sent so far."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._asked: dict[str, Any] | None = None  # the body of a begin that may have opened a session
+        self._opened: dict[str, Any] | None = None  # the answer of begin
+        self.is_delta = False
+        self.tensors = self.nbytes = 0
+
+    async def begin(self, options: Mapping[str, Any], base: str | None) -> None:
+        """Open a session: for a delta, if the server serves its base. options: the body of the call."""
+        if base is not None:
+            of_delta = {name: value for name, value in options.items() if name != "partial"}
+            try:
+                await self._open(of_delta | {"base_fingerprint": base})
+                self.is_delta = True
+                return
+            except BaseMismatch:
+                pass
+        await self._open(options)
+
+    async def _open(self, options: Mapping[str, Any]) -> None:
+        """Call begin. A second call with the same key gets the session that the first has opened, if its answer was
+        lost."""
+        self._asked = {**options, "idempotency_key": uuid.uuid4().hex}
+        try:
+            self._opened = await self._call("begin", self._asked)
+        except Unreachable:
+            self._opened = await self._call("begin", self._asked)
+        except FastDeployError:
+            self._asked = None  # refused
+            raise
+
+    async def stage(self, call: PartCall, timeout_s: float) -> None:
+        """Send one part."""
+        arguments = call.arguments(session_id=self._answer["session_id"])
+        staged = await self._connection.call("POST", "/v1/weights/chunk", timeout_s, **arguments)
+        self.tensors += call.tensors or staged["tensors"]
+        self.nbytes += call.nbytes or staged["nbytes"]
+
+    async def stage_all(self, calls: PartCalls, timeout_s: float) -> None:
+        """Send all parts."""
+        async with aclosing(calls):
             async for call in calls:
-                stage = partial(ReplicaSession.stage, call=call, timeout_s=deadline_s)
-                await self._each(sessions, stage, deadline_s)
+                await self.stage(call, timeout_s)
 
-    async def _commit(self, sessions: Sequence[ReplicaSession], transfer: Transfer, number: int) -> list[Report]:
-        async def commit(session: ReplicaSession) -> dict[str, Any]:
-            done, replica = await session.commit(transfer), session.replica
-            self._ledger.record_commit(number, replica.url, done["boot_id"], done["weight_epoch"])
-            self._router.note_published(replica, done["boot_id"])
-            return done
+    async def abort(self) -> None:
+        """End the session, also one whose begin was not answered."""
+        if self._asked is not None:
+            self._opened = self._opened or await self._call("begin", self._asked)
+            await self._call("abort", {"session_id": self._answer["session_id"]})
 
-        reports = await self._call(sessions, commit, 3 * CONFIRM_S)
-        self._ledger.end_publication()
-        if any(report.ok for report in reports):
-            for session, report in zip(sessions, reports, strict=True):
-                if report.error is not None:
-                    self._router.exclude(session.replica, f"its commit failed: {report.error.message}")
-        return reports
+    async def commit(self, fingerprint: str | None) -> dict[str, Any]:
+        """Commit, and return the report. fingerprint: of the new weights, which the server checks first; None: not
+        known. Raises Unreachable if the connection broke and the commit did not take place."""
+        body = {"session_id": self._answer["session_id"]} | (
+            {} if fingerprint is None else {"fingerprint": fingerprint}
+        )
+        try:
+            return await self._call("commit", body)
+        except Unreachable:
+            now, before = await repeat(lambda: self._connection.call("GET", "/v1/weights"), CONFIRM_S), self._answer
+            if (now["boot_id"], now["weight_epoch"]) != (before["boot_id"], before["weight_epoch"] + 1):
+                raise Unreachable("the connection broke at the commit, which did not take place") from None
+            return now | {"status": "committed"}
 
-    async def _each(
-        self,
-        sessions: Sequence[ReplicaSession],
-        call: Callable[[ReplicaSession], Awaitable[dict[str, Any]]],
-        timeout_s: float,
-    ) -> None:
-        """Make a call that must succeed on all sessions."""
-        require_all(NOT_COMMITTED, await self._call(sessions, call, timeout_s))
+    async def _call(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._connection.call("POST", f"/v1/weights/{name}", CONFIRM_S, json=body)
 
-    async def _call(
-        self,
-        sessions: Sequence[ReplicaSession],
-        call: Callable[[ReplicaSession], Awaitable[dict[str, Any]]],
-        timeout_s: float,
-    ) -> list[Report]:
-        by_replica = {session.replica: session for session in sessions}
-        return await fan_out(list(by_replica), lambda replica: call(by_replica[replica]), timeout_s)
+    @property
+    def _answer(self) -> dict[str, Any]:
+        assert self._opened is not None
+        return self._opened
 
-
-def _groups(sessions: Sequence[ReplicaSession]) -> list[Group]:
-    """Return groups of replicas that are sent the same, those of a delta first."""
-    found: dict[tuple[bool, str], list[str]] = {}
-    for session in sessions:
-        alone = session.group
-        found.setdefault((not alone.is_delta, alone.dtype), []).append(session.replica.url)
-    return [Group(dtype, not is_whole, tuple(urls)) for (is_whole, dtype), urls in sorted(found.items())]
+    @property
+    def dtype(self) -> str:
+        return self._answer["dtype"]

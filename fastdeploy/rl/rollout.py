@@ -10,13 +10,12 @@ PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
+    """Output tokens [start, end) were sampled by weights (version, weight_epoch).
 
     weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. lora_name, adapter_epoch:
     the adapter, and the number of its load there, which no other load of the name has; None without an adapter.
     publication: number of this client's last publication that those weights contain; 0: weights from before the first
-    publication. With an adapter, this client's loads of that adapter are counted instead. A name that was unloaded
-    begins above the numbers of all adapters that were unloaded.
+    publication. With an adapter, this client's loads of that name are counted instead.
     """
 
     version: str
@@ -24,7 +23,6 @@ class TokenSpan:
     start: int
     end: int
     recomputed: bool = False
-    replica: str = ""
     boot_id: str | None = None
     publication: int = 0
     lora_name: str | None = None
@@ -40,9 +38,8 @@ class Rollout:
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s, or because its adapter was
     unloaded: stop_reason "adapter_unloaded") | error (only within RolloutFailed). staleness: number of this client's
     publications (of its loads of the adapter, for a generation with an adapter) that the oldest token's weights lack.
-    num_resumes: attempts after the first. replicas: url of each attempt. cached_tokens: tokens of the prompt that were
-    in the prefix cache when choice 0 began, in the attempt that made the first token; None if its stream broke off, so
-    that the server could not say.
+    num_resumes: attempts after the first. cached_tokens: tokens of the prompt that were in the prefix cache when choice
+    0 began, in the attempt that made the first token; None if its stream broke off, so that the server could not say.
     """
 
     prompt_ids: list[int]
@@ -58,7 +55,6 @@ class Rollout:
     prompt_logprobs: PromptLogprobs | None = None
     num_preempted: int = 0
     num_resumes: int = 0
-    replicas: tuple[str, ...] = ()
     staleness: int = 0
     cached_tokens: int | None = None
 

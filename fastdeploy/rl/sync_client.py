@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from fastdeploy.core.loop_thread import LoopThread
-from fastdeploy.rl.client import GenerateOptions, RolloutClient
-from fastdeploy.rl.errors import Report
+from fastdeploy.rl.client import GenerateOptions, PauseMode, RolloutClient
 from fastdeploy.rl.holds import new_hold_id, note_cleanup_failure
 from fastdeploy.rl.rollout import Rollout
 
@@ -34,12 +33,12 @@ class SyncRolloutClient:
     """RolloutClient with blocking methods and the same arguments. Many threads may call them at once. A call that is
     interrupted (Ctrl-C) cancels its work."""
 
-    def __init__(self, urls: str | Sequence[str], **options: Any):
+    def __init__(self, url: str, **options: Any):
         self._thread = LoopThread("rollout-client")
         self._run = self._thread.run
         self._closed = False
         try:
-            self._client = self._run(_make_client(urls, options))
+            self._client = self._run(_make_client(url, options))
         except BaseException:
             self._thread.stop()
             raise
@@ -93,13 +92,13 @@ class SyncRolloutClient:
 
     @contextmanager
     def paused(
-        self, mode: Literal["abort", "wait", "keep"] = "keep", *, lora_name: str | None = None, **options: Any
-    ) -> Iterator[list[Report]]:
+        self, mode: PauseMode = "keep", *, lora_name: str | None = None, **options: Any
+    ) -> Iterator[dict[str, Any]]:
         """See RolloutClient.paused."""
         hold_id = new_hold_id()
-        reports = self.pause(mode, lora_name=lora_name, hold_id=hold_id, **options)
+        report = self.pause(mode, lora_name=lora_name, hold_id=hold_id, **options)
         try:
-            yield reports
+            yield report
         except BaseException as error:
             with note_cleanup_failure(error):
                 self.resume(hold_id, lora_name=lora_name)
@@ -107,5 +106,5 @@ class SyncRolloutClient:
         self.resume(hold_id, lora_name=lora_name)
 
 
-async def _make_client(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:
-    return RolloutClient(urls, **options)
+async def _make_client(url: str, options: Mapping[str, Any]) -> RolloutClient:
+    return RolloutClient(url, **options)

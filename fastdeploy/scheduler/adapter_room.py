@@ -35,7 +35,7 @@ class AdapterRoom:
         self._waiting.set_aside(request)
 
     def committed(self, model: ServedModel, keep: bool) -> None:
-        """Take note that the runner has an adapter under its number. The adapter stays if it is used, or if ``keep`` is
+        """Record that the runner has an adapter under its number. The adapter stays if it is used, or if ``keep`` is
         set and there is room for it. Otherwise it is evicted at once."""
 
         def may_go(place: Place) -> bool:

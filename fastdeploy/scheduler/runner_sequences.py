@@ -10,7 +10,7 @@ from fastdeploy.core.runner import ModelInfo
 
 
 class RunnerSequences:
-    """Makes the chunks of a plan. A chunk tells the runner only what the runner does not know of a request.
+    """Makes the chunks of a plan. A chunk has only what the runner does not know of a request.
 
     eos_token_ids: a new sequence may not draw these before it has min_tokens."""
 
@@ -21,33 +21,32 @@ class RunnerSequences:
         self._num_numbers = 0
 
     def chunk(self, request: Request, count: int) -> ScheduledChunk:
-        """Return the chunk of the next ``count`` tokens, with all that the runner has not been told of the request. The
-        plan must reach the runner, even if the step is given up, since nothing is told twice."""
+        """Return the chunk of the next ``count`` tokens, with all that the runner does not know of the request. The
+        plan must reach the runner, even if the step is given up, since nothing is sent twice."""
         start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
         number, new = request.sequence, None
         if number is None:
             number, new = self._number(request), self._new_sequence(request)
-        untold = token_ids[request.num_told_tokens :]
-        request.num_told_tokens = len(token_ids)
+        unsent = token_ids[request.num_sent_tokens :]
+        request.num_sent_tokens = len(token_ids)
         new_blocks: list[int] = []
-        if len(blocks) > request.num_told_blocks:
-            new_blocks = blocks[request.num_told_blocks :].tolist()
-            request.num_told_blocks = len(blocks)
+        if len(blocks) > request.num_sent_blocks:
+            new_blocks = blocks[request.num_sent_blocks :].tolist()
+            request.num_sent_blocks = len(blocks)
         return ScheduledChunk(
             number,
             start,
             count,
             start + count == len(token_ids),
             request.model.served,
-            untold,
+            unsent,
             new_blocks,
             new,
             0 if request.sampling.prompt_logprobs is None else _num_prompt_logprobs(request, count),
         )
 
     def forget(self, request: Request) -> None:
-        """Take back the number of a request. The next chunk of the request tells the runner all again, and the request
-        keeps its KV."""
+        """Take back the number of a request, which keeps its KV. Its next chunk has all again."""
         if request.sequence is not None:
             self._free.append(request.sequence)
             request.sequence = None
@@ -58,7 +57,7 @@ class RunnerSequences:
             self._free.append(self._num_numbers)
             self._num_numbers += 1
         request.sequence = number = self._free.pop()
-        request.num_told_tokens = request.num_told_blocks = 0
+        request.num_sent_tokens = request.num_sent_blocks = 0
         return number
 
     def _new_sequence(self, request: Request) -> NewSequence:

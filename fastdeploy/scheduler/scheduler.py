@@ -5,32 +5,27 @@ from __future__ import annotations
 import time
 from bisect import insort
 
-import msgspec
-
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState, Scope, ServedModel
+from fastdeploy.core.request import (
+    FinishReason,
+    NewTokens,
+    Preemption,
+    Request,
+    RequestEvent,
+    RequestState,
+    Scope,
+    ServedModel,
+)
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.adapter_room import AdapterRoom
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import Gate, WaitingQueue
 from fastdeploy.scheduler.runner_sequences import RunnerSequences
-
-
-class NewToken(msgspec.Struct, frozen=True):
-    """One token of one request. gap_s: seconds since the token before, or since arrival for the first token."""
-
-    request: Request
-    token_id: int
-    logprob: Logprob | None
-    span: Span
-    first: bool
-    gap_s: float
 
 
 class Scheduler:
@@ -140,14 +135,11 @@ class Scheduler:
         """Whether ``plan`` may have something to compute."""
         if self.gate is Gate.CLOSED:
             return False
-        if self.running or self.waiting.head(self._started_only, with_adapters=False) is not None:
+        started_only = self.gate is Gate.STARTED_ONLY
+        if self.running or self.waiting.head(started_only, with_adapters=False) is not None:
             return True
-        request = self.waiting.head(self._started_only)
+        request = self.waiting.head(started_only)
         return request is not None and self.adapter_room.victims_for(request, bool(self.frozen)) is not None
-
-    @property
-    def _started_only(self) -> bool:
-        return self.gate is Gate.STARTED_ONLY
 
     def plan(self) -> StepPlan | None:
         """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests. The chunks of
@@ -191,7 +183,7 @@ class Scheduler:
         return budget
 
     def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
-        started_only, with_adapters = self._started_only, True
+        started_only, with_adapters = self.gate is Gate.STARTED_ONLY, True
         while budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.head(started_only, with_adapters)
             if request is None or self._prompt_is_being_computed(request):
@@ -250,17 +242,17 @@ class Scheduler:
         return victim
 
     def abandon(self) -> None:
-        """Take note that the step was given up, after its copies. No request has changed, and no block that the step
+        """Record that the step was given up, after its copies. No request has changed, and no block that the step
         wrote to can be found by others. The next plan computes the same again."""
         self.in_flight = []
-        self.kv.step_done()
+        self.kv.release_copied()
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[NewTokens]:
         """Take in the result of a step, and return its tokens. Requests that end by a token, or with an error because
         their logits are not finite, are in ``ended``."""
-        self.kv.step_done()
+        self.kv.release_copied()
         now = time.time()
-        tokens: list[NewToken] = []
+        tokens: list[NewTokens] = []
         prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
@@ -270,25 +262,25 @@ class Scheduler:
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
-            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
+            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
                 continue
             if isinstance(sampled, NonFinite):
                 self._end_non_finite(request, sampled, chunk)
                 continue
-            request.prompt_logprobs += of_prompt
+            if of_prompt is not None:
+                request.prompt_logprobs += of_prompt
             if sampled is None:
                 continue
-            if self._prefilling.get(request.prompt_key) is request:
+            if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
-            gap_s = now - (request.last_token_at or request.arrival)
-            token_id = sampled.token_id
-            span = request.append(token_id, chunk.served, now)
-            tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
+            new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
+            tokens.append(new)
             if not request.group.started:
                 self._group_started(request)
-            self._end_if_done(request, token_id, span.end)
+            if new.ending is not None:
+                self.end(request, new.ending.reason, stop_reason=new.ending.stop_reason)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -304,15 +296,6 @@ class Scheduler:
         request.group.started = True
         for sibling in waiting:
             self.waiting.promote(sibling)
-
-    def _end_if_done(self, request: Request, token: int, num_output_tokens: int) -> None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids:
-            self.end(request, FinishReason.STOP, stop_reason=token)
-        elif token in self.eos_token_ids and not sampling.ignore_eos:
-            self.end(request, FinishReason.STOP)
-        elif num_output_tokens >= request.max_output_tokens:
-            self.end(request, FinishReason.LENGTH)
 
     # ------------------------------------------------------------------ pause and weights
 
@@ -372,7 +355,7 @@ class Scheduler:
         self.kv.forget_prefixes(None if scope.above is None else namespaces)
 
     def weights_changed(self, model: ServedModel, before: ServedWeights, recompute: bool) -> None:
-        """Take note that ``model`` is no longer computed by the weights ``before``; for the base model, that no model
+        """Record that ``model`` is no longer computed by the weights ``before``; for the base model, that no model
         is computed by the weights that computed it. No request gets a prefix hit in KV of other weights. Begun requests
         keep their own KV and share it no more; with ``recompute`` they lose it."""
         base = model.scope.above is None
@@ -390,8 +373,8 @@ class Scheduler:
         return self._sequences.eos_token_ids
 
     def set_eos(self, token_ids: tuple[int, ...]) -> None:
-        """End requests at these ids from the next token on. The runner is told anew of each request in the batch that
-        must not draw an EOS id yet (min_tokens)."""
+        """End requests at these ids from the next token on. Each request in the batch that must not draw an EOS id
+        yet (min_tokens) is sent to the runner anew."""
         self._sequences.eos_token_ids = token_ids
         for request in (*self.running, *self.frozen):
             if request.num_output_tokens < request.sampling.min_tokens:

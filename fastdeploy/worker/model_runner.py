@@ -25,14 +25,12 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
-from fastdeploy.worker.delta_staging import DeltaStaging
-from fastdeploy.worker.export import export_weights
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
-from fastdeploy.worker.spill import Check, Spill, SpillMove, spill
 from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
+from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
@@ -106,7 +104,7 @@ class ModelRunner:
         self.weights: ModelWeights | None = None
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self._fingerprint: str | None = None
-        staging = WeightStaging(self.model, self._standby, partial=False, serving=self._serving)
+        staging = WeightStaging(self.model, self._standby)
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
         self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
@@ -148,7 +146,7 @@ class ModelRunner:
     def standby_nbytes(self) -> int:
         return self._standby.nbytes
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> Staging:
+    def begin_update(self, partial: bool, delta: bool = False) -> Staging:
         """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
         serves."""
         if WEIGHT in self.asleep:
@@ -156,10 +154,8 @@ class ModelRunner:
         if (partial or delta) and self.weights is None:
             kind = "a delta" if delta else "a partial update"
             raise WrongOrder(f"{kind} needs complete weights to start from: send all tensors")
-        if delta:
-            return DeltaStaging(self.model, self._standby, self._serving, self._model_roots)
-        take = self._give_up_weights if in_place else None
-        return WeightStaging(self.model, self._standby, partial, self._serving, take, self._model_roots)
+        base = self._serving if partial or delta else None
+        return WeightStaging(self.model, self._standby, base, self._model_roots, delta)
 
     def commit(self, weights: StagedWeights) -> None:
         """Exchange the weights. The old ones become the standby copy, or are freed here."""
@@ -269,12 +265,6 @@ class ModelRunner:
 
     def _serving(self) -> Serving:
         return Serving(self._values(), self._fingerprints)
-
-    def _give_up_weights(self) -> Serving:
-        """Give the weights up for an update in place. Nothing can execute from here to its commit."""
-        serving = Serving({}, {}) if self.weights is None else self._serving()
-        self.weights = None
-        return serving
 
     def _read_spill(self, sleeping: Spill, check: Check) -> ModelWeights:
         try:

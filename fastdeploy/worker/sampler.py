@@ -69,7 +69,7 @@ class Sampler:
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
         token_ids = self._ops.sample(logits, rows.sample_batch(positions))
         sampled: list[Sampled | NonFinite] = [
-            Sampled(token, None) if token >= 0 else NonFinite(position)
+            Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
         ]
         for mode, asking in rows.by_mode.items():
@@ -78,7 +78,7 @@ class Sampler:
             logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
-                sampled[i] = NonFinite(position) if logprob is None else Sampled(token, logprob)
+                sampled[i] = NonFinite(position) if logprob is None else Sampled([token], [logprob])
         return sampled
 
     def _rows_of(self, sequences: list[NewSequence]) -> _Rows:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import paddle
 
+from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.model_executor.models.interface import Model
-from fastdeploy.model_executor.ops.interface import PackedLinear, Region
-from fastdeploy.model_executor.parameters import Parameter, Value, as_linear
-from fastdeploy.worker.standby import Loan
+from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Region
+from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, unpack
+from fastdeploy.worker.standby import MISSED_SHARE, Loan
 
 
 class _Place(NamedTuple):
@@ -26,29 +27,73 @@ class _Place(NamedTuple):
 
 class StagedValues:
     """The new values of parameters, in the memory of a loan of the standby copy. Norms and biases, which are small,
-    wait as float32 arrays for ``value``."""
+    wait as float32 arrays for ``complete``.
+
+    missed: the deltas of linears by parameter key, for ``StandbyCopy.commit``. A linear of which a larger part changed
+    is not in it, as a copy is faster."""
 
     def __init__(self, model: Model, loan: Loan):
-        self._ops, self.loan = model.ops, loan
+        self._model, self._ops, self.loan = model, model.ops, loan
         self._places = {name: place for parameter in model.parameters for name, place in _places(parameter).items()}
-        self._aliases = {alias: self._places[name] for alias, name in model.aliases.items()}
         self._vectors: dict[str, np.ndarray] = {}
+        self._current: set[str] = set()  # keys of linears that began as the value that serves
+        self._rewritten: set[str] = set()  # keys of linears that ``missed`` does not have
+        self.missed: dict[str, list[DeltaItem]] = {}
 
     def region(self, name: str) -> Region:
-        """Return the place of the tensor ``name``, each time the same. That of an alias only has a size. Raises
+        """Return the place of a tensor that is written as a whole. That of an alias only has a size. Raises
         MemoryError."""
-        if name in self._aliases:
-            parameter, _, rows, _ = self._aliases[name]
+        if name in self._model.aliases:
+            parameter, _, rows, _ = self._places[self._model.aliases[name]]
             return Region(rows, parameter.columns)
+        parameter = self._places[name].parameter
+        self._rewritten.add(parameter.key)
+        self.missed.pop(parameter.key, None)
+        return self._region(name)
+
+    def current_region(self, name: str, serving: Mapping[str, Value]) -> Region:
+        """Return the place of a tensor, not of an alias, with its values that serve. Raises MemoryError."""
+        parameter, first, rows, _ = self._places[name]
+        if not parameter.is_vector:
+            self._take_current(parameter, as_linear(serving[parameter.key]))
+        region = self._region(name)
+        if region.vector is not None:
+            [old] = unpack(self._ops, parameter, serving[parameter.key], name)
+            region.vector[:] = in_dtype(old, "float32")
+        elif parameter.key not in self._current:
+            self._ops.copy_rows(self.loan.take(parameter), as_linear(serving[parameter.key]), first, first + rows)
+        return region
+
+    def add_missed(self, name: str, item: DeltaItem) -> None:
+        """Add the delta of a tensor to ``missed``."""
+        parameter = self._places[name].parameter
+        if parameter.is_vector or parameter.key in self._rewritten:
+            return
+        items = self.missed.setdefault(parameter.key, [])
+        items.append(item)
+        nbytes = sum(one.payload.nbytes for one in items)
+        if nbytes > MISSED_SHARE * self.loan.written[parameter.key].nbytes:
+            self._rewritten.add(parameter.key)
+            del self.missed[parameter.key]
+
+    def complete(self, arrived: Container[str], serving: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the new value of every parameter, by key. Tensors that are not in ``arrived`` have the values of
+        ``serving``; a parameter without any that arrived is that of ``serving`` itself."""
+        return {p.key: self._value(p, arrived, serving.get(p.key)) for p in self._model.parameters}
+
+    def _region(self, name: str) -> Region:
         parameter, first, rows, is_bias = self._places[name]
         if is_bias or parameter.is_vector:
             vector = self._vectors.setdefault(name, np.empty(rows, np.float32))
             return Region(1, rows, vector=vector)
         return Region(rows, parameter.columns, self.loan.take(parameter), first)
 
-    def value(self, parameter: Parameter, arrived: Container[str], serving: Value | None) -> Value:
-        """Return the new value of a parameter. Its tensors that are not in ``arrived`` have the values of ``serving``;
-        without any that arrived, this is ``serving`` itself."""
+    def _take_current(self, parameter: Parameter, serving: PackedLinear) -> None:
+        if parameter.key not in self.loan.written:
+            self.loan.take_current(parameter, serving)
+            self._current.add(parameter.key)
+
+    def _value(self, parameter: Parameter, arrived: Container[str], serving: Value | None) -> Value:
         if not any(name in arrived for name in parameter.tensors):
             assert serving is not None
             return serving
@@ -57,7 +102,7 @@ class StagedValues:
         weight = self.loan.take(parameter)
         old = None if serving is None else as_linear(serving)
         for name in parameter.weights:
-            if name not in arrived and weight is not old:
+            if name not in arrived and parameter.key not in self._current:
                 _, first, rows, _ = self._places[name]
                 assert old is not None
                 self._ops.copy_rows(weight, old, first, first + rows)

@@ -1,25 +1,35 @@
-"""Staging of new weights: start-up, full updates and partial updates, in one part or many."""
+"""Staging of new weights: start-up, full and partial updates, and deltas, in one part or many."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
-from fastdeploy.core.runner import ChunkReceipt, Staged
-from fastdeploy.core.weight_source import PLAIN, PartFormat, Source, StreamSource
+from fastdeploy.core.runner import PartReceipt, Staged
+from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import DeltaItem, Region
-from fastdeploy.model_executor.parameters import Value, as_linear
+from fastdeploy.model_executor.ops.interface import DeltaItem, StageItem
+from fastdeploy.model_executor.parameters import Value
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source
-from fastdeploy.worker.arrivals import Arrivals
-from fastdeploy.worker.arriving import ArrivingUploads
-from fastdeploy.worker.part_checks import check_config, eos_token_ids, expected_checksums
+from fastdeploy.worker.part_reading import (
+    DTYPES,
+    PayloadReader,
+    check_config,
+    check_given_up,
+    eos_token_ids,
+    expected_checksums,
+    stage_items,
+    stage_tensors,
+)
+from fastdeploy.worker.received import ReceivedTensors
 from fastdeploy.worker.staged_values import StagedValues
-from fastdeploy.worker.staging_guard import StagingGuard
-from fastdeploy.worker.standby import Loan, StandbyCopy
-from fastdeploy.worker.tensor_reading import check_given_up, stage_tensors
+from fastdeploy.worker.standby import Loan, LoanGuard, StandbyCopy
+
+BATCH_BYTES = 64 << 20  # of payloads that are staged at once
 
 
 class Serving(NamedTuple):
@@ -41,33 +51,29 @@ class StagedWeights(NamedTuple):
     fingerprints: Mapping[str, Fingerprint]
     fingerprint: str
     loan: Loan
-    missed: Mapping[str, Sequence[DeltaItem]] = {}
+    missed: Mapping[str, Sequence[DeltaItem]]
 
 
 class WeightStaging:
-    """Implements ``Staging`` (core/runner.py) for tensors that arrive as a whole. Each is written straight into the
-    packed weight that it is a part of, in memory of the standby copy.
+    """Implements ``Staging`` (core/runner.py). Each tensor is written straight into the packed weight that it is a part
+    of, in memory of the standby copy, which is lent from the first part on.
 
-    serving: returns what serves; a partial update takes from it what does not arrive. take: like ``serving``, but the
-    runner gives its values up (update in place), and the new values are written over them. roots: folders must lie
-    below one of these."""
+    base: returns the weights that serve, whose values stay where no part changes them; they stay the same until the
+    commit. None: all tensors must arrive. roots: folders must lie below one of these. delta: parts may be payloads,
+    and so may later updates."""
 
     def __init__(
         self,
         model: Model,
         standby: StandbyCopy,
-        partial: bool,
-        serving: GetServing,
-        take: GetServing | None = None,
+        base: GetServing | None = None,
         roots: Sequence[str] = ANYWHERE,
+        delta: bool = False,
     ):
-        self._model, self._partial, self._roots = model, partial, roots
-        self._serving, self._take = serving, take
-        self._guard = StagingGuard(standby)
-        self._arrivals = Arrivals(model)
-        self._uploads = ArrivingUploads(model.ops, self._arrivals, self._guard.stop)
+        self._model, self._base, self._roots = model, base, roots
+        self._guard = LoanGuard(standby, delta)
+        self._received = ReceivedTensors(model)
         self._values: StagedValues | None = None
-        self._taken: Serving | None = None  # in place: what the runner gave up
         self._eos_token_ids: tuple[int, ...] | None = None
 
     def add(
@@ -76,66 +82,92 @@ class WeightStaging:
         checksums: Mapping[str, str],
         verify_checksum: bool = False,
         form: PartFormat = PLAIN,
-    ) -> ChunkReceipt:
-        """See ``Staging.add``. The tensors are plain: other encodings need a delta."""
-        assert form.is_plain, form
-        if isinstance(source, StreamSource):
-            with self._guard.working():
-                return self._uploads.add(source, checksums, verify_checksum, form, self._check, self._region)
+    ) -> PartReceipt:
+        """See ``Staging.add``. checksums: of the bytes in the source, so of a payload as it was sent. Payloads need a
+        base."""
         with self._guard.working(), open_source(source, self._roots) as reader:
-            eos = self._check(reader)
+            eos = self._check(reader, form)
             expected = expected_checksums(reader, checksums, verify_checksum)
-            if reader.entries:
-                values = self._borrow()
-                regions = {name: values.region(name) for name in reader.entries}
-                found = stage_tensors(self._model.ops, reader, regions, expected, self._guard.stop)
-                self._arrivals.add(found, form.fingerprints)
+            if form.is_plain:
+                self._stage(reader, expected, form)
+            else:
+                self._stage_payloads(reader, expected, form)
             self._eos_token_ids = self._eos_token_ids if eos is None else eos
-            return ChunkReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
+            return PartReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
 
     def finish(self) -> Staged:
         """See ``Staging.finish``."""
         with self._guard.working():
-            values = self._borrow()
-            old = (self._taken or self._serving()) if self._partial else Serving({}, {})
-            fingerprints = self._arrivals.complete(old.fingerprints)
-            packed = {
-                parameter.key: values.value(parameter, self._arrivals.fingerprints, old.values.get(parameter.key))
-                for parameter in self._model.parameters
-            }
+            values, serving = self._borrow(), self._serving()
+            fingerprints = self._received.complete(serving.fingerprints)
+            packed = values.complete(self._received.fingerprints, serving.values)
             check_given_up(self._guard.stop)
             fingerprint = over_all(fingerprints)
-            weights = StagedWeights(self._model.assemble(packed), fingerprints, fingerprint, values.loan)
-            return Staged(weights, fingerprint, self._eos_token_ids)
+            weights = self._model.assemble(packed)
+            staged = StagedWeights(weights, fingerprints, fingerprint, values.loan, values.missed)
+            return Staged(staged, fingerprint, self._eos_token_ids)
 
     def abandon(self) -> None:
-        """See ``Staging.abandon``. Values taken in place are given up too, because a mixture must not serve."""
+        """See ``Staging.abandon``."""
         self._guard.abandon()
-        self._uploads.forget()
-        self._values = self._taken = None
+        self._values = None
 
-    def _check(self, reader: SafetensorsReader) -> tuple[int, ...] | None:
-        """Check all that the headers tell, before a tensor is read or an old value overwritten, and return the EOS ids
-        of the source. A folder with the whole model must have a config.json; one with a part of it may have one."""
+    def _check(self, reader: SafetensorsReader, form: PartFormat) -> tuple[int, ...] | None:
+        """Check all that the headers tell of plain tensors, before a tensor is read, and return the EOS ids of the
+        source. A folder with the whole model must have a config.json, unless it is an update of a base."""
         eos = None
         if reader.folder is not None:
             eos = eos_token_ids(reader.folder)
-            whole = not self._partial and self._arrivals.holds_whole_model(reader.entries)
+            whole = self._base is None and self._received.holds_whole_model(reader.entries)
             check_config(reader.folder, self._model.config, required=whole)
-        reader.check(self._arrivals.shapes)
-        self._arrivals.check_new(reader)
+        if form.is_plain:
+            reader.check(self._received.shapes)
+        self._received.check_new(reader)
         return eos
 
-    def _region(self, name: str) -> Region:
-        return self._borrow().region(name)
+    def _stage(self, reader: SafetensorsReader, expected: Mapping[str, str], form: PartFormat) -> None:
+        if reader.entries:
+            values = self._borrow()
+            regions = {name: values.region(name) for name in reader.entries}
+            found = stage_tensors(self._model.ops, reader, regions, expected, self._guard.stop)
+            self._received.add(found, form.fingerprints)
+
+    def _stage_payloads(self, reader: SafetensorsReader, expected: Mapping[str, str], form: PartFormat) -> None:
+        payloads = PayloadReader(reader, self._received.shapes, form, self._model.ops.dtype)
+        found: dict[str, Fingerprint] = {}
+        for batch in payloads.batches(expected, BATCH_BYTES):
+            check_given_up(self._guard.stop)
+            if form.encoding == "dense":
+                found |= self._stage_dense(reader, batch)
+            else:
+                self._received.remove_aliases(batch, form)
+                found |= self._overwrite(payloads, batch)
+        later = reader.entries.keys() - found.keys()  # aliases
+        self._received.add(found, {name: wanted for name, wanted in form.fingerprints.items() if name not in later})
+
+    def _stage_dense(self, reader: SafetensorsReader, batch: Mapping[str, np.ndarray]) -> dict[str, Fingerprint]:
+        values, dtype = self._borrow(), DTYPES[self._model.ops.dtype][0]
+        items = {name: StageItem(values.region(name), dtype, 0, memory=payload) for name, payload in batch.items()}
+        return stage_items(self._model.ops, reader, items, self._guard.stop)
+
+    def _overwrite(self, payloads: PayloadReader, batch: Mapping[str, np.ndarray]) -> dict[str, Fingerprint]:
+        """Change tensors by their payloads. Returns the new fingerprints."""
+        values, serving = self._borrow(), self._serving()
+        items = [DeltaItem(values.current_region(name, serving.values), payload) for name, payload in batch.items()]
+        results = self._model.ops.apply_deltas(items, self._guard.stop)
+        check_given_up(self._guard.stop)
+        found = {}
+        for name, item, result in zip(batch, items, results, strict=True):
+            if result.problem is not None:
+                raise payloads.refusal(name, item.payload, result)
+            values.add_missed(name, item)
+            found[name] = serving.fingerprints[name] + result.fingerprint
+        return found
+
+    def _serving(self) -> Serving:
+        return Serving({}, {}) if self._base is None else self._base()
 
     def _borrow(self) -> StagedValues:
-        loan = self._guard.borrow(prepare=self._take_serving)
+        loan = self._guard.borrow()
         self._values = values = self._values or StagedValues(self._model, loan)
         return values
-
-    def _take_serving(self, loan: Loan) -> None:
-        if self._take is not None:
-            self._taken = taken = self._take()
-            linears = (p.key for p in self._model.parameters if not p.is_vector and p.key in taken.values)
-            loan.adopt({key: as_linear(taken.values[key]) for key in linears})

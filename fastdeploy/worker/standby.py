@@ -6,20 +6,24 @@ takes no fresh pages, which the system provides slowly, and a delta changes a co
 Threads: one job at a time works on weights, on the staging thread. The job borrows the copy (``lend``) and returns it
 (``give_back``), or its result is committed. ``commit`` and ``drop`` run on the loop's thread, while no such job runs.
 A job that hangs is abandoned, and may go on later. So only the last borrower can return memory, and memory that an
-abandoned job may still write to is never used again.
+abandoned job may still write to is never used again (``LoanGuard``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import paddle
 
+from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, PackedLinear
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear
 from fastdeploy.worker.memory import free_memory
+from fastdeploy.worker.part_reading import check_given_up
 
 # With "auto", so much memory must stay free beside the standby copy, in bytes.
 MARGIN = 1 << 30
@@ -69,10 +73,6 @@ class Loan:
         elif missed:
             self._catch_up(weight, missed, serving)
         return weight
-
-    def adopt(self, values: Mapping[str, PackedLinear]) -> None:
-        """Write to the memory of these values, which serve no more (update in place)."""
-        self.written.update(values)
 
     def _take(self, parameter: Parameter) -> tuple[PackedLinear, tuple[DeltaItem, ...] | None]:
         key = parameter.key
@@ -196,6 +196,59 @@ class StandbyCopy:
     def _allows(self, nbytes: int) -> bool:
         """Return whether the policy allows a copy if that takes so much free memory."""
         return self._policy == "on" or (self._policy == "auto" and free_memory() >= nbytes)
+
+
+class LoanGuard:
+    """The loan of one update, which another thread may end while the update works or hangs. All methods but ``abandon``
+    are called on the thread that stages. for_delta: see ``StandbyCopy.lend``.
+
+    stop: int32 [1], for ``Ops.stage``: 1 once the update was abandoned."""
+
+    def __init__(self, standby: StandbyCopy, for_delta: bool):
+        self.stop = np.zeros(1, np.int32)
+        self._standby, self._for_delta = standby, for_delta
+        self._loan: Loan | None = None
+        self._working = self._failed = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Surround one ``add`` or ``finish``. Raises WeightUpdateRefused if an earlier one has failed, and OutOfSpace
+        in place of a MemoryError."""
+        with self._lock:
+            if self._failed:
+                raise WeightUpdateRefused("a part of this update was refused: begin again")
+            self._working = True
+        try:
+            with paddle.no_grad():
+                yield
+        except MemoryError as error:
+            self._failed = True
+            raise OutOfSpace(f"no memory for the new weights: {error}") from error
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._lock:
+                self._working = False
+
+    def borrow(self) -> Loan:
+        """Return the loan, each time the same. Raises WeightUpdateRefused after ``abandon``."""
+        with self._lock:
+            check_given_up(self.stop)
+            if self._loan is None:
+                self._loan = self._standby.lend(self._for_delta)
+            return self._loan
+
+    def abandon(self) -> None:
+        """Return the loan to the standby copy. If an ``add`` or ``finish`` works, its memory is given up instead,
+        because the other thread may still write to it."""
+        with self._lock:
+            self._failed = True
+            self.stop[0] = 1
+            loan, self._loan = self._loan, None
+            if loan is not None:
+                self._standby.lose(loan) if self._working else self._standby.give_back(loan)
 
 
 def _behind(weight: PackedLinear, missed: Sequence[DeltaItem] | None) -> Spare:

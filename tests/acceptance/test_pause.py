@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.server import free_port
+from benchmarks.lib.processes import free_port
 from e2e.server import Server
 from support.fake_pause_server import FakeServer
 

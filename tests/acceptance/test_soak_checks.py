@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from acceptance import soak
+from acceptance.lib.ledger import Ledger
 from acceptance.lib.soak import plan
 from acceptance.lib.soak.flat import ENOUGH, WARM_UP, Samples, files_under, process_holds
-from acceptance.lib.soak.ledger import Ledger
 from acceptance.lib.soak.policy import Policy
 from acceptance.lib.soak.versions import Versions, Witness
 from fastdeploy.embedded import MODEL_DIR
@@ -98,7 +98,7 @@ def ledger() -> Ledger:
     found = Ledger()
     for name in ("whole", "broken"):
         found.begin(name)
-        found.accept(name, rollout(span("1", 1)), 10)
+        found.accept(name, [span("1", 1)], 10)
     found.read_back("broken", BOOT, received=[0, 1, 2, 3], kept=[0, 1, 2, 3, 4, 5])
     return found
 
@@ -120,7 +120,7 @@ def test_a_token_that_differs_from_what_the_engine_has_made_is_found(ledger: Led
 
 
 def test_a_second_final_output_and_a_missing_one_are_found(ledger: Ledger):
-    ledger.accept("whole", rollout(span("1", 1)), 10)
+    ledger.accept("whole", [span("1", 1)], 10)
     ledger.begin("lost")
     ledger.balance(BOOT, 22)
     assert "second final output" in ledger.problems[0] and "without a final output" in ledger.problems[1]
@@ -130,7 +130,7 @@ def test_spans_must_cover_each_token_once():
     for spans in ([span("1", 1, 0, 9)], [span("1", 1, 0, 6), span("2", 2, 5, 10)], [span("1", 1, 1, 10)]):
         found = Ledger()
         found.begin("a")
-        found.accept("a", rollout(*spans), 10)
+        found.accept("a", spans, 10)
         assert found.problems, spans
 
 
@@ -147,7 +147,7 @@ def test_a_killed_engine_may_take_the_tokens_of_one_step_along_and_no_more(ledge
 @pytest.fixture
 def versions() -> Versions:
     """Return a history: start weights "0", version "1" committed at t = 10, "2" begun at t = 20."""
-    found = Versions(first_boot=BOOT, first_version="0")
+    found = Versions(Ledger(), first_boot=BOOT, first_version="0")
     found.publishing("1", 9.0)
     found.published("1", BOOT, 1, 10.0)
     found.publishing("2", 20.0)
@@ -173,19 +173,19 @@ WRONG = {
 @pytest.mark.parametrize("witness", RIGHT, ids=lambda witness: witness.name)
 def test_right_spans_are_accepted(versions: Versions, witness: Witness):
     versions.check(witness)
-    assert not versions.problems
+    assert not versions.ledger.problems
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_token_of_the_wrong_weights_is_found(versions: Versions, what: str):
     versions.check(WRONG[what])
-    assert any(what in problem for problem in versions.problems)
+    assert any(what in problem for problem in versions.ledger.problems)
 
 
 def test_what_was_committed_last_is_never_forgotten(versions: Versions):
     versions.forget_before(100.0)
     versions.check(replace_times(WRONG["after 1 was committed"], 101.0, 102.0))
-    assert versions.problems
+    assert versions.ledger.problems
 
 
 def replace_times(witness: Witness, began: float, ended: float) -> Witness:

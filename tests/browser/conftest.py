@@ -32,7 +32,7 @@ def ui_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from acceptance.lib.chromium import chromium
+    from acceptance.screenshot import chromium
 
     with chromium() as browser:
         yield browser

@@ -28,7 +28,7 @@ def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
     """Admit a request and compute all of its tokens."""
     request = make(token_ids, salt)
     assert kv.admit(request) is not None
-    kv.step_done()
+    kv.release_copied()
     compute(kv, request)
     return request
 
@@ -53,7 +53,7 @@ def generate(kv: KVCacheManager, prompt: list[int], output: list[int]) -> Reques
     """Serve a request up to its last output token, whose KV is never computed."""
     request = make(prompt)
     assert kv.admit(request) is not None
-    kv.step_done()
+    kv.release_copied()
     compute(kv, request)
     for token in output:
         request.token_ids.append(token)
@@ -66,7 +66,7 @@ def hits(kv: KVCacheManager, token_ids: list[int]) -> int:
     """Return the hit of a request that computes nothing and is released at once."""
     request = make(token_ids)
     hit = kv.admit(request).hit_tokens
-    kv.step_done()
+    kv.release_copied()
     kv.release(request)
     return hit
 
@@ -88,7 +88,7 @@ def test_the_next_turn_finds_every_computed_token_of_a_request_that_has_ended():
     kv.check_integrity([])
     turn = make([*range(12), 99, 98, 97])
     assert kv.admit(turn).hit_tokens == 11
-    kv.step_done()
+    kv.release_copied()
     compute(kv, turn)
     assert hits(kv, [*range(11), 50]) == 11, "the copy has left the first turn's block as it was"
     assert hits(kv, [*range(9), 50]) == 8, "a partial block must match to its end"
@@ -142,7 +142,7 @@ def test_an_admission_without_room_takes_nothing_and_the_source_of_a_copy_stays_
     assert kv.num_free == 0, "two shared, one fresh, and the source is held until the copy has run"
     assert kv.admit(make([7])) is None
     kv.check_integrity([second])
-    kv.step_done()
+    kv.release_copied()
     assert kv.num_free == 1
     kv.release(second)
     assert kv.num_free == 4
@@ -199,7 +199,7 @@ def test_check_integrity_finds_a_leaked_reference():
 def test_a_request_is_marked_as_recomputed_only_if_it_has_tokens_of_another_weight_epoch():
     kv = KVCacheManager(8, 4)
     fresh, old = make([1, 2]), make([3, 4])
-    old.append(5, ServedWeights(), now=0.0)
+    old.append([5], (), ServedWeights(), (), now=0.0)
     for request in (fresh, old):
         request.model.served = ServedWeights(weight_epoch=1)
     kv.admit(fresh)

@@ -69,7 +69,7 @@ def retained(fingerprint: str = "f") -> AddRequest:
 async def next_outputs(stream) -> list[m.Output]:
     """Wait for outputs or the failure, and take them."""
     while True:
-        if outputs := stream.take():
+        if outputs := stream.read():
             return outputs
         await stream.reader.wait()
 
@@ -155,7 +155,7 @@ async def test_a_fence_is_acknowledged_only_after_earlier_outputs_are_in_their_q
     engine.emit("r", [1])
     engine.send(m.Fence(fence_id=4))
     assert (await expect(engine, m.FenceAck)).fence_id == 4  # nothing has read the stream so far
-    assert [o.token_ids for o in stream.take()] == [[1]]
+    assert [o.token_ids for o in stream.read()] == [[1]]
     stream.close()
 
 
@@ -344,9 +344,9 @@ async def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(en
         calls = asyncio.gather(*map(client.call, CALLS))
         sent = [await expect(killable, type(args)) for args in CALLS]
         for _ in range(3 * STALL_SLICES):
-            heard = client._num_heard
+            received = client._num_received
             pass_time(STALL_S / STALL_SLICES)
-            while client._num_heard == heard:
+            while client._num_received == received:
                 await asyncio.sleep(0.001)
         assert process.poll() is None and not calls.done()
         for call in sent:
@@ -416,7 +416,7 @@ async def test_the_reply_to_a_call_does_not_wait_for_the_readers_of_all_requests
     assert await abort < len(names), "the call returned after the last reader"
     ends = [(output.request_id, output.finish_reason) for outputs in served for output in outputs]
     assert sorted(ends) == sorted((name, "abort") for name in names), "one final output each"
-    assert not any(stream.take() for stream in streams)
+    assert not any(stream.read() for stream in streams)
 
 
 async def test_the_reader_of_a_token_is_woken_before_the_readers_of_ended_requests(engine, client):

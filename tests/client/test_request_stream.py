@@ -38,11 +38,11 @@ def test_a_late_reader_takes_one_joined_output_of_each_choice_once():
     other = Output("r", 0, [9])
     for output in (FIRST, other, LAST):
         stream.put(output)
-    assert stream.take() == [*joined([FIRST, LAST]), other] and stream.take() == []
+    assert stream.read() == [*joined([FIRST, LAST]), other] and stream.read() == []
     stream.put(Output("r", 0, [8], finish_reason="length"))
-    assert stream.ended and [o.token_ids for o in stream.take()] == [[8]]
+    assert stream.ended and [o.token_ids for o in stream.read()] == [[8]]
     stream.put(Output("r", 0, [1]))
-    assert stream.take() == [], "outputs after the end are ignored"
+    assert stream.read() == [], "outputs after the end are ignored"
 
 
 def test_outputs_are_joined_once_when_they_are_taken(monkeypatch):
@@ -57,13 +57,13 @@ def test_outputs_are_joined_once_when_they_are_taken(monkeypatch):
     monkeypatch.setattr(request_stream, "joined", counting)
     for token in range(count):
         stream.put(Output("r", 0, [token]))
-    assert [output.token_ids for output in stream.take()] == [list(range(count))]
+    assert [output.token_ids for output in stream.read()] == [list(range(count))]
     assert sum(copied) == count
 
 
 def taken(stream: RequestStream, choice: Choice) -> Choice:
     """Give what is there to ``choice``, as Generation does."""
-    for output in stream.take():
+    for output in stream.read():
         if choice.finish_reason is None:
             choice.feed(output)
     return choice

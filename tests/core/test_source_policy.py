@@ -7,9 +7,7 @@ import os
 import pytest
 
 from engine.weight_calls import begin, chunk
-from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, StreamSource
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from support.harness import Harness
 
@@ -69,10 +67,3 @@ def test_the_check_of_a_source_opens_no_file(monkeypatch):
     upload = FileSource("/dev/shm/fastdeploy-upload-1")
     for source in (FolderSource("/dead/mount"), SharedMemorySource("w1"), upload):
         policy.check(source)
-
-
-def test_an_upload_that_the_session_only_waits_for_needs_no_file():
-    policy = SourcePolicy((), "")
-    policy.check(StreamSource("s", "", 0, 0, 0, "open"))
-    with pytest.raises(InvalidField, match="body"):
-        policy.check(StreamSource("s", "", 0, 1, 0, "open"))

@@ -24,7 +24,6 @@ from fastdeploy.core import delta_format
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
-from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import HostTensor, pieces
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
@@ -97,7 +96,7 @@ class Trainer:
         self._older = over_all_of(bits_of(self._state))
         self._advance()
         self._publish()
-        events = [self._wrong_base, self._refused_part, self._refused_commit, self._abort, self._sleep, self._xor]
+        events = [self._wrong_base, self._refused_part, self._refused_commit, self._abort, self._sleep, self._by_hand]
         event: Callable[[], None] = self._rng.choice(np.array([*events, None, None, None, None], object))
         try:
             if event is not None:
@@ -131,13 +130,13 @@ class Trainer:
         while True:
             try:
                 done = self._client.publish(self._state, self._step, **options)
-            except FleetError as error:
-                say("failed", *(report.error.code for report in error.reports if report.error is not None))
+            except FastDeployError as error:
+                say("failed", error.code)
                 self.recover()
                 continue
-            self._boot_id = done.reports[0].unwrap()["boot_id"]
-            self.deltas += len(done.deltas)
-            say("delta" if done.deltas else "whole", done.version)
+            self._boot_id = done.report["boot_id"]
+            self.deltas += done.is_delta
+            say("delta" if done.is_delta else "whole", done.version)
             return
 
     # ---------------------------------------------------------------- what happens between two publications
@@ -199,22 +198,22 @@ class Trainer:
                 right = over_all_of(bits_of(self._state))
                 self._refused("wrong_order", "begin", {"base_fingerprint": right, "fingerprint": right})
             self._client.wake()
-        except FleetError as error:
+        except FastDeployError as error:
             raise Interrupted("sleep") from error
         say("slept")
 
-    def _xor(self) -> None:
+    def _by_hand(self) -> None:
         """Publish a delta without the client, as another trainer would."""
         state, self._state = self._state, changed(self._state, self._rng)
         target, self._state = self._state, state
         session = self._begin(target)
-        for content, form in self._parts(target, 3, "xor"):
+        for content, form in self._parts(target, 3, "overwrite"):
             self._chunk(session, content, form)
         self._checkpoint.write(target, self._step + 1)  # from here on it may be committed
         self._state, self._step = target, self._step + 1
         if self._call("commit", {"session_id": session}).status_code == 200:
             self.deltas += 1
-            say("delta", "xor")
+            say("delta", "by hand")
         else:
             raise Interrupted("commit")
 

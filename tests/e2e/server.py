@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.perturb import perturbed_copy
+from benchmarks.lib.tensors import perturbed_copy
 from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = list(range(40, 60))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -19,7 +20,6 @@ from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, unti
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
 
@@ -150,9 +150,8 @@ async def test_control_calls_at_a_replica_are_refused_and_name_the_gateway(fleet
     async with RolloutClient(fleet.replicas()["replica-0"]["url"]) as client:
         assert len((await client.generate(PROMPT, {"max_tokens": 5, "ignore_eos": True})).token_ids) == 5
         for call in (client.pause, client.abort_all, lambda: client.update_weights("/no/such/folder")):
-            with pytest.raises(FleetError, match="make the call at the fleet's gateway") as refused:
+            with pytest.raises(NotLeader, match="make the call at the fleet's gateway"):
                 await call()
-            assert [type(report.error) for report in refused.value.reports] == [NotLeader]
     assert not fleet.get("/v1/is_paused").result["is_paused"]
 
 
@@ -313,20 +312,29 @@ def test_a_killed_parent_ends_everything():
 
 
 @pytest.mark.slow
-def test_a_gateway_of_its_own_serves_replicas_that_run_elsewhere(tmp_path):
+def test_one_command_makes_one_address_of_plain_servers_and_leaves_them_alone_when_it_ends(tmp_path):
+    """A trainer with several URLs, in docs/fleet.md."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef" * 4)
-    where = f"tcp://127.0.0.1:{free_port()}"
-    with (
-        Server(*SMALL, "--fleet-endpoint", where, "--fleet-key-file", str(key)) as replica,
-        Gateway(1, "--replica", f"{where}={replica.url}", "--fleet-key-file", str(key)) as fleet,
-    ):
-        [entry] = fleet.replicas().values()
-        assert (entry["url"], entry["state"]) == (replica.url, "member")
-        tokens = fleet.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
-        assert tokens == replica.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
-        assert fleet.stop() == 0
-        assert replica.get("/ready").status == 200, "a gateway that ends leaves the replicas alone"
+    fleet_key = ("--fleet-key-file", str(key))
+    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    with contextlib.ExitStack() as started:
+        servers = [started.enter_context(Server(*SMALL, "--fleet-endpoint", e, *fleet_key)) for e in endpoints]
+        flags = [f"--replica={endpoint}={server.url}" for endpoint, server in zip(endpoints, servers, strict=True)]
+        with Gateway(2, *flags, *fleet_key) as fleet, SyncRolloutClient(fleet.url) as client:
+            entries = list(fleet.replicas().values())
+            assert [(e["url"], e["state"]) for e in entries] == [(server.url, "member") for server in servers]
+            params = {"max_tokens": 10, "ignore_eos": True, "temperature": 0.0}
+            tokens = client.generate(PROMPT, params).token_ids
+            for server in servers:
+                assert tokens == server.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
+            with client.paused("keep") as report:
+                assert [entry["status"] for entry in report["replicas"]] == ["done"] * 2
+                assert all(server.get("/v1/is_paused").result["is_paused"] for server in servers)
+                assert client.publish(published(1), version="step-1").version == "step-1"
+            assert [server.weights()["version"] for server in servers] == ["step-1"] * 2
+            assert fleet.stop() == 0
+        assert all(server.get("/ready").status == 200 for server in servers)
 
 
 @pytest.mark.slow

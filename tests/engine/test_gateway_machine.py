@@ -35,9 +35,9 @@ class GatewayMachine(CheckedEngine):
     def place_an_anonymous_hold_with_a_name(self, data, args, hold_id):
         self.call(msgspec.structs.replace(args, hold_id=hold_id, anonymous=True), self.some_client(data))
 
-    @rule(data=st.data(), folder=st.sampled_from(FOLDERS), partial=st.booleans(), in_place=st.booleans(),
+    @rule(data=st.data(), folder=st.sampled_from(FOLDERS), partial=st.booleans(),
           meanwhile=st.lists(MEANWHILE, max_size=3), up=STEPS_UP, version=st.sampled_from([None, "c"]))  # fmt: skip
-    def a_gateway_publishes(self, data, folder, partial, in_place, meanwhile, up, version):
+    def a_gateway_publishes(self, data, folder, partial, meanwhile, up, version):
         """Prepare an update, let something happen, and commit. Nothing may refuse this commit, but the end of the
         session."""
         self.call(m.AbortUpdateArgs(), client := self.some_client(data))
@@ -45,7 +45,6 @@ class GatewayMachine(CheckedEngine):
         args = m.BeginUpdateArgs(
             expected_version=self.h.served.version,
             partial=partial,
-            in_place=in_place and self.pause.is_paused,
             lease_s=9.0,
         )
         self.call_and_note(args, client, None, partial, [])
@@ -53,7 +52,7 @@ class GatewayMachine(CheckedEngine):
         if session is None or session.begin is not args:
             return
         told = self.publications[session.id]
-        self.call(m.UpdateChunkArgs(session.id, FolderSource(folder)), client)
+        self.call(m.UpdatePartArgs(session.id, FolderSource(folder)), client)
         told.names.append(folder)
         self.call(
             m.CommitUpdateArgs(session.id, kv="recompute" if "recompute" in folder else None, prepare=True), client
@@ -92,7 +91,7 @@ class GatewayMachine(CheckedEngine):
             case "sleep":
                 self.call(m.SleepArgs(), client)
             case "part":
-                self.call(m.UpdateChunkArgs(session.id, FolderSource("/w5")), client)
+                self.call(m.UpdatePartArgs(session.id, FolderSource("/w5")), client)
             case "prepare":
                 self.call(m.CommitUpdateArgs(session.id, prepare=True), client)
             case "begin":

@@ -151,14 +151,6 @@ def test_weights_that_were_committed_before_the_write_began_are_written(abort):
 # ---------------------------------------------------------------------- more calls meanwhile
 
 
-def test_an_update_in_place_that_was_aborted_while_the_weights_were_written_leaves_no_hold():
-    h = Moving("write")
-    begin(h, in_place=True)
-    assert h.ask(m.AbortUpdateArgs()).failure is None and "in_place" in hold_ids(h)
-    assert h.goes_on().failure is None
-    h.assert_runs_on()
-
-
 def test_a_second_sleep_waits_for_the_first():
     h = Moving("write")
     same, other = (h.call(m.SleepArgs((tag,))) for tag in ("weight", "kv_cache"))

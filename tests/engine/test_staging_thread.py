@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
+from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids
 from fastdeploy.core.config import UPLOAD_PREFIX
-from fastdeploy.core.errors import UpdateInProgress
 from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.weight_source import PLAIN, FileSource, FolderSource, SharedMemorySource, StreamSource
+from fastdeploy.core.weight_source import PLAIN, FileSource, FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
@@ -39,8 +38,8 @@ class HangingRunner(FakeRunner):
         self.hanging.add(threading.get_ident())
         assert self.mended.wait(60)
 
-    def begin_update(self, partial, in_place, delta=False):
-        self.stagings.append(HangingStaging(self, partial, in_place))
+    def begin_update(self, partial, delta=False):
+        self.stagings.append(HangingStaging(self, partial))
         return self.stagings[-1]
 
     def checksums(self):
@@ -120,8 +119,8 @@ def test_a_call_may_set_the_timeout_of_its_update_or_session(h):
     h.run_rounds()
     assert h.reply(call).failure.code == "staging_timeout"
     session = begin(h, timeout_s=5.0)
-    first = h.call(m.UpdateChunkArgs(session, FolderSource("/dead")))
-    second = h.call(m.UpdateChunkArgs(session, FolderSource("/w1")))
+    first = h.call(m.UpdatePartArgs(session, FolderSource("/dead")))
+    second = h.call(m.UpdatePartArgs(session, FolderSource("/w1")))
     h.run_rounds()
     h.now += 5.5
     h.run_rounds(2)
@@ -148,22 +147,6 @@ def test_an_abort_or_a_reset_ends_an_update_that_hangs_at_once(h, how):
     assert_serves(h, 1)
 
 
-def test_an_update_in_place_that_timed_out_changes_no_weights_when_its_read_ends(h):
-    h.pause(mode="keep")
-    call = hang(h, in_place=True)
-    assert "in_place" in hold_ids(h)
-    h.now += 61.0
-    h.run_rounds(3)
-    assert h.reply(call).failure.code == "staging_timeout" and "in_place" not in hold_ids(h)
-    h.resume()
-    h.add("r", [1, 2, 3], max_tokens=12)
-    h.run_rounds(3)
-    h.mend()
-    h.run_out()
-    assert h.runner.has_weights and h.stream("r").reason == "length"
-    assert_serves(h, 0)
-
-
 def test_the_number_of_reads_that_hang_is_limited(h):
     for _ in range(MAX_LEFT_BEHIND):
         call = hang(h, timeout_s=1.0)
@@ -177,32 +160,17 @@ def test_the_number_of_reads_that_hang_is_limited(h):
     assert_serves(h, 0)
     session = begin(h)
     assert chunk(h, session, "/w1").failure.code == "update_in_progress"
-    assert h.ask(m.UpdateChunkArgs(session, SharedMemorySource("w2", 12)), rounds=2).failure is None
+    assert h.ask(m.UpdatePartArgs(session, SharedMemorySource("w2", 12)), rounds=2).failure is None
     assert commit(h, session).failure is None, "shared memory does not count as a folder"
     assert h.ask(m.WeightInfoArgs(checksums=True), rounds=2).failure is None
     assert_serves(h, 2)
     upload = FileSource(f"/dev/shm/{UPLOAD_PREFIX}w3")
     assert h.ask(m.UpdateWeightsArgs(upload), rounds=3).failure is None, "an upload cannot hang"
     assert_serves(h, 3)
-    session = begin(h)
-    piece = StreamSource("up", f"/dev/shm/{UPLOAD_PREFIX}w4", 0, 100, 0, "complete")
-    assert h.ask(m.UpdateChunkArgs(session, piece), rounds=2).failure is None
-    assert commit(h, session).failure is None
-    assert_serves(h, 4)
     h.mend()
     h.run_rounds()
     assert h.update("/w1").failure is None
     assert_serves(h, 1)
-
-
-def test_an_update_in_place_that_finds_no_thread_leaves_no_hold():
-    h = paused()
-    h.engine.weights._thread.check_room = lambda: (_ for _ in ()).throw(UpdateInProgress("no room"))
-    assert h.failure(m.UpdateWeightsArgs(FolderSource("/w1"), in_place=True)).code == "update_in_progress"
-    assert "in_place" not in hold_ids(h) and not h.runner.stagings
-
-
-# ---------------------------------------------------------------------- sleep
 
 
 @pytest.mark.parametrize("tags", [(), ("weight",), ("kv_cache",)], ids=str)

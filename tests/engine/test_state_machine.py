@@ -273,32 +273,32 @@ class EngineMachine(AdapterMachine):
     # ---------------------------------------------------------------- weights
 
     @rule(data=st.data(), update=st.sampled_from(UPDATES), version=st.sampled_from([None, "v"]), slow=st.booleans(),
-          partial=st.sampled_from([False, False, True]), in_place=st.sampled_from([False, False, True]))  # fmt: skip
-    def update_weights(self, data, update, version, slow, partial, in_place):
+          partial=st.sampled_from([False, False, True]))  # fmt: skip
+    def update_weights(self, data, update, version, slow, partial):
         self.step()
         if slow:
             self.h.runner.may_stage.clear()
         folder, kv = update
         source = FolderSource(folder)
-        args = m.UpdateWeightsArgs(source, version, kv=kv, partial=partial, in_place=in_place)
+        args = m.UpdateWeightsArgs(source, version, kv=kv, partial=partial)
         self.call_and_note(args, client := self.some_client(data), version, partial, [folder])
         if self.engine.weights.session is not None and client in self.live_clients():
             self.call(m.UpdateWeightsArgs(source), client)  # refused: one at a time
 
     @rule(data=st.data(), version=st.sampled_from([None, "b"]),
           expected=st.sampled_from([None, None, "serving", "nope"]), kv=st.sampled_from(["keep", "recompute"]),
-          partial=st.booleans(), in_place=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
-    def begin_session(self, data, version, expected, kv, partial, in_place, lease_s):
+          partial=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
+    def begin_session(self, data, version, expected, kv, partial, lease_s):
         expected = self.h.served.version if expected == "serving" else expected
-        self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, in_place, lease_s))
+        self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, lease_s))
 
     @precondition(lambda self: self.engine.weights.session)
     @rule(data=st.data(), name=st.sampled_from(FOLDERS + DELTAS), form=st.sampled_from(FORMS), slow=st.booleans())
-    def send_chunk(self, data, name, form, slow):
+    def send_part(self, data, name, form, slow):
         session_id = self.some_session(data)
         if slow:
             self.h.runner.may_stage.clear()
-        self.call(m.UpdateChunkArgs(session_id, FolderSource(name), form=form), self.some_client(data))
+        self.call(m.UpdatePartArgs(session_id, FolderSource(name), form=form), self.some_client(data))
         told = self.publications[session_id]
         if not told.committing and (form.is_plain or told.delta):
             told.names.append(name)
@@ -333,13 +333,13 @@ class EngineMachine(AdapterMachine):
     @rule(data=st.data(), names=st.permutations(["/w1", "/w2"]), lease_s=st.sampled_from([3.0, 300.0]),
           partial=st.booleans(), then=st.sampled_from(["commit", "commit", "silence"]))  # fmt: skip
     def a_trainer_publishes(self, data, names, lease_s, partial, then):
-        """Run a session, in place if the engine is paused."""
-        self.begin_with(data, m.BeginUpdateArgs(partial=partial, in_place=self.pause.is_paused, lease_s=lease_s))
+        """Run a session."""
+        self.begin_with(data, m.BeginUpdateArgs(partial=partial, lease_s=lease_s))
         session = self.engine.weights.session
         if session is None:
             return
         for name in names:
-            self.call(m.UpdateChunkArgs(session.id, FolderSource(name)), self.some_client(data))
+            self.call(m.UpdatePartArgs(session.id, FolderSource(name)), self.some_client(data))
             self.publications[session.id].names.append(name)
         if then == "commit":
             self.call(m.CommitUpdateArgs(session.id), self.some_client(data))
@@ -378,7 +378,7 @@ class EngineMachine(AdapterMachine):
         if session is None or session.begin is not args:
             return
         for part in parts:
-            self.call(m.UpdateChunkArgs(session.id, FolderSource(part), form=FORMS[1]), client)
+            self.call(m.UpdatePartArgs(session.id, FolderSource(part), form=FORMS[1]), client)
             self.publications[session.id].names.append(part)
         match meanwhile:
             case "relabel":

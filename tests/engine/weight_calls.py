@@ -7,7 +7,7 @@ from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens, fingerprint_of
 from support.harness import PROMPT, Harness
 
-XOR = PartFormat("xor", "zstd")
+OVERWRITE = PartFormat("overwrite", "zstd")
 
 
 def base_of(weights: int, **more) -> DeltaBase:
@@ -22,7 +22,7 @@ def begin(h: Harness, **args) -> str:
 
 
 def chunk(h: Harness, session: str, folder: str, **args) -> m.Reply:
-    return h.ask(m.UpdateChunkArgs(session, FolderSource(folder), **args), rounds=2)
+    return h.ask(m.UpdatePartArgs(session, FolderSource(folder), **args), rounds=2)
 
 
 def commit(h: Harness, session: str, **args) -> m.Reply:

@@ -19,10 +19,9 @@ import pytest
 from e2e.server import alive, descendants, until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.process import host_id
-from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.child import REFUSED, Child, EventPipe, EventReader
+from fastdeploy.entrypoints.process_tree import bind, url_of
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
-from fastdeploy.entrypoints.supervisor import bind, url_of
-from fastdeploy.inter_communicator.event_pipe import REFUSED, EventPipe, EventReader
 
 TESTS = Path(__file__).parents[1]
 ALIVE = {"event": "alive"}

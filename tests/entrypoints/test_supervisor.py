@@ -21,9 +21,9 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
-from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
-from fastdeploy.entrypoints.supervisor import Supervisor
-from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.entrypoints.child import REFUSED
+from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff, bind
+from fastdeploy.entrypoints.replica_main import Replica
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 TESTS = Path(__file__).parents[1]
@@ -154,16 +154,18 @@ def test_only_the_engine_inherits_the_fleet_key(tree):
     assert not any(key in command for command in t.children().values())
 
 
-def test_the_supervisor_reports_where_each_engine_listens_for_the_fleet():
-    report = Mock()
-    supervisor = Supervisor(EngineConfig(model="m"), ServeConfig(model="m"), report=report)
+def test_a_replica_reports_where_each_engine_listens_for_the_fleet():
+    listener = bind("127.0.0.1", 0)
+    supervisor = Replica(EngineConfig(model="m"), ServeConfig(model="m"), listeners=[listener])
+    supervisor.events = Mock()
     engine, server = Mock(), Mock()
     engine.name, server.name = "engine", "api-0"
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:1"})
     supervisor._on_event(server, {"event": "ready"})
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:2"})
-    told = [call.args[1] for call in report.serving.call_args_list]
-    assert told == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    sent = [(call.args, call.kwargs["endpoint"]) for call in supervisor.events.send.call_args_list]
+    assert sent == [(("serving",), "tcp://127.0.0.1:1"), (("serving",), "tcp://127.0.0.1:2")]
+    listener.close()
 
 
 def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tree):

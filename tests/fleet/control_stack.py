@@ -12,7 +12,7 @@ from typing import Any, cast
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
-from fastdeploy.fleet.leader import Leadership
+from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
@@ -32,7 +32,9 @@ class Members:
         self._replicas = {replica.name: replica for replica in replicas}
         self.fenced: dict[str, str] = {}
         self.state = FleetState()
-        self.leadership = Leadership(config, self._replicas, self.state, lambda *args: None, lambda *args: None, print)
+        self.leadership = GatewayLeadership(
+            config, self._replicas, self.state, lambda *args: None, lambda *args: None, print
+        )
         self.leadership.leads, self.leadership.term = True, 1
 
     @property

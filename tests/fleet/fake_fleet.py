@@ -20,7 +20,7 @@ from fastdeploy.core.errors import EngineError
 from fastdeploy.core.process import host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher
@@ -60,10 +60,12 @@ class FakeEngine:
         self._runner_options = runner
         self.start()
 
-    def start(self) -> None:
+    def start(self, prepare: Callable[[CommonEngine], None] = lambda engine: None) -> None:
+        """Start the engine. prepare(engine): called before its loop begins."""
         self.runner = PacedRunner(**self._runner_options)
         self._transport = StoppableTransport(self.endpoint)
         self.engine = CommonEngine(self._config, self.runner, self._transport, uuid.uuid4().hex)
+        prepare(self.engine)
         self._loop = threading.Thread(target=self._run, args=(self.engine,), daemon=True)
         self._loop.start()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy.core import errors
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
-from fastdeploy.core.weight_source import FileSource, FolderSource, WholeSource
+from fastdeploy.core.weight_source import FileSource, FolderSource, Source
 from fastdeploy.fleet.transaction import Command
 from fastdeploy.inter_communicator import messages as m
 
@@ -41,7 +41,7 @@ class Sources:
         """Overwrite all folders of the trainer with other tensors, and with other EOS ids or with none."""
         self._writes += 1
 
-    def read(self, source: WholeSource) -> Content:
+    def read(self, source: Source) -> Content:
         assert isinstance(source, FolderSource | FileSource)
         if source.path.startswith("/copy/"):
             return Content(source.path.removeprefix("/copy/"))
@@ -105,15 +105,15 @@ class ModelReplica:
         self.session_id = f"{self.name}-{next(self.numbers)}"
         return {"session_id": self.session_id}
 
-    def _meant(self, args: m.UpdateChunkArgs | m.CommitUpdateArgs) -> m.BeginUpdateArgs:
+    def _meant(self, args: m.UpdatePartArgs | m.CommitUpdateArgs) -> m.BeginUpdateArgs:
         by_name = args.session_id is None and self.session is not None and self.session.placed_by == args.placed_by
         if self.session is None or not (by_name or args.session_id == self.session_id):
             raise errors.SessionNotFound("no such session")
         return self.session
 
-    def _UpdateChunkArgs(self, args: m.UpdateChunkArgs) -> dict[str, Any]:
+    def _UpdatePartArgs(self, args: m.UpdatePartArgs) -> dict[str, Any]:
         self._meant(args)
-        assert isinstance(args.source, WholeSource)
+        assert isinstance(args.source, Source)
         self.staged = self.sources.read(args.source)
         return {"session_id": self.session_id}
 

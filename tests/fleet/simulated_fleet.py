@@ -19,7 +19,7 @@ from fastdeploy.fleet.call import Context, FleetCall
 from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner
-from fastdeploy.fleet.leader import Leadership
+from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.pause_calls import PauseCall
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
@@ -188,9 +188,9 @@ class ConnectedReplica:
         self.connected, self.welcome = asyncio.Event(), None
         self.connected.set()
         self.model_info = {"dtype": "float32", "vocab_size": 1000, "max_model_len": 128}
-        self.note(replica.do(m.FleetStateArgs()))
+        self.keep_report(replica.do(m.FleetStateArgs()))
 
-    def note(self, report: dict[str, Any]) -> dict[str, Any]:
+    def keep_report(self, report: dict[str, Any]) -> dict[str, Any]:
         self.report = report
         return report
 
@@ -306,7 +306,7 @@ class SimulatedFleet:
         }
         nowhere = cast(RemoteHosts, None)  # all replicas are on this host
         transfer = Transfer(nowhere, self.config.fence_after_s)
-        leadership = cast(Leadership, SimulatedLeadership(state))
+        leadership = cast(GatewayLeadership, SimulatedLeadership(state))
         joiner = Joiner(self.config, state, leadership, connected, transfer)
         try:
             self._loop.run_until_complete(joiner.bring(connected[name]))

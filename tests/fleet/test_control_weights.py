@@ -44,7 +44,7 @@ async def test_an_update_in_one_call_gives_all_members_one_epoch_and_one_version
         assert [replica.weight_epoch for replica in stack.replicas] == [1, 1]
 
 
-@pytest.mark.parametrize("kind", [m.BeginUpdateArgs, m.UpdateChunkArgs, m.CommitUpdateArgs])
+@pytest.mark.parametrize("kind", [m.BeginUpdateArgs, m.UpdatePartArgs, m.CommitUpdateArgs])
 async def test_an_update_that_one_replica_refuses_leaves_the_old_weights_everywhere(kind):
     async with control_stack() as stack:
         spoil(stack, 1, kind, UpdateInProgress("not now"))
@@ -88,14 +88,14 @@ async def test_a_session_goes_on_without_a_replica_that_is_lost_at_any_step(lost
 
         session = (await step(0, m.BeginUpdateArgs(version="v5", idempotency_key="k")))["session_id"]
         assert (await stack.control.call(m.WeightInfoArgs()))["session"]["session_id"] == session
-        part = await step(1, m.UpdateChunkArgs(session, FolderSource("/w5")))
+        part = await step(1, m.UpdatePartArgs(session, FolderSource("/w5")))
         assert part["session_id"] == session and stack.control.state.changing == 1
         await step(2, m.CheckUpdateArgs(session))
         report = await step(3, m.CommitUpdateArgs(session))
         assert served(stack) == {("v5", 1)} and report["session_id"] == session
         assert stack.control.state.changing == 0 and len(holds(stack)) == 2
         with pytest.raises(SessionNotFound):
-            await stack.control.call(m.UpdateChunkArgs(session, FolderSource("/w6")))
+            await stack.control.call(m.UpdatePartArgs(session, FolderSource("/w6")))
 
 
 async def test_the_same_key_finds_the_same_session_and_an_abort_ends_it_on_all():
@@ -166,9 +166,9 @@ async def test_an_adapter_that_the_members_have_read_differently_is_loaded_nowhe
 async def test_an_update_whose_eos_ids_the_members_have_read_differently_is_made_nowhere():
     async with control_stack() as stack:
         table = stack.engines[1].engine._on_call
-        before = table[m.UpdateChunkArgs]
+        before = table[m.UpdatePartArgs]
         other = FolderSource("/w1-eos7")
-        table[m.UpdateChunkArgs] = lambda args, *rest: before(msgspec.structs.replace(args, source=other), *rest)
+        table[m.UpdatePartArgs] = lambda args, *rest: before(msgspec.structs.replace(args, source=other), *rest)
         with pytest.raises(WeightUpdateRefused, match="not those of other replicas"):
             await stack.control.call(update(1))
         assert {epoch for _, epoch in served(stack)} == {0} and not stack.fenced
@@ -232,7 +232,7 @@ async def test_a_refused_part_ends_the_session_whose_begin_was_not_answered_yet(
     async with control_stack() as stack:
         begin = asyncio.ensure_future(stack.control.call(m.BeginUpdateArgs(placed_by="trainer")))
         await asyncio.sleep(0)  # the begin is sent
-        part = m.UpdateChunkArgs(None, FolderSource("/not-weights"), placed_by="trainer")
+        part = m.UpdatePartArgs(None, FolderSource("/not-weights"), placed_by="trainer")
         with pytest.raises(WeightUpdateRefused):
             await stack.control.call(part)
         await begin
@@ -245,7 +245,7 @@ async def test_a_part_is_of_the_session_that_the_engines_have_though_its_caller_
     """All calls are sent at once. So the gateway cannot tell by ``placed_by`` which session the part is for."""
     async with control_stack() as stack:
         begin = m.BeginUpdateArgs(placed_by="trainer")
-        part = m.UpdateChunkArgs(None, FolderSource(folder), placed_by="trainer")
+        part = m.UpdatePartArgs(None, FolderSource(folder), placed_by="trainer")
         calls = map(stack.control.call, (begin, m.AbortUpdateArgs(), begin, part))
         first, aborted, second, answer = await asyncio.gather(*calls, return_exceptions=True)
         assert aborted["aborted"] == [first["session_id"]] != [second["session_id"]]

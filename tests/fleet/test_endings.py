@@ -94,7 +94,7 @@ def test_a_call_ends_the_requests_of_a_replica_that_is_lost_in_it(args, answer, 
         fleet.lose(0)
         fleet.engines[1].reply(call, **answer)
         report = await called.task
-        first, second = stream.take()
+        first, second = stream.read()
         assert stream.ended and (first.choice, first.token_ids, second.choice, second.token_ids) == (0, [7, 8], 1, [])
         for output, message in ((first, why), (second, f"Abort before prefill: {why}")):
             assert (output.finish_reason, output.stop_reason) == ("abort", stop_reason)
@@ -126,7 +126,7 @@ async def test_a_replica_that_is_lost_behind_its_answer_has_ended_its_requests(f
         engine.reply(call, aborted=[], not_found=[])
     await called.task
     fleet.lose(0)
-    assert stream.ended and [(o.token_ids, o.finish_reason) for o in stream.take()] == [([7], "abort")]
+    assert stream.ended and [(o.token_ids, o.finish_reason) for o in stream.read()] == [([7], "abort")]
 
 
 @in_loop
@@ -136,7 +136,7 @@ async def test_a_request_that_a_replica_refuses_goes_to_no_other_one_behind_a_ca
     await called.sent()
     fleet.engines[0].reject("x", QueueFull.code)
     await fleet.settle()
-    [output] = stream.take()
+    [output] = stream.read()
     assert output.finish_reason == "abort" and not fleet.engines[1].of(AddRequest)
     called.task.cancel()
 
@@ -166,7 +166,7 @@ def test_a_call_that_fails_ends_no_request_later(refused_by, waits):
         await fleet.settle()
         [moved] = fleet.engines[1].of(AddRequest)
         fleet.engines[1].output(moved.request_id, [8], finish_reason="stop")
-        assert stream.ended and [output.finish_reason for output in stream.take()] == ["stop"]
+        assert stream.ended and [output.finish_reason for output in stream.read()] == ["stop"]
 
     asyncio.run(run())
 

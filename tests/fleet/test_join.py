@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from e2e.server import in_background, until
-from fastdeploy.core.errors import FastDeployError, WeightUpdateRefused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
@@ -175,8 +174,7 @@ def test_a_fleet_whose_engines_and_gateway_were_all_replaced_knows_which_adapter
 def test_a_fleet_learns_the_adapter_epochs_that_an_engine_has_used_without_it(fleet, tmp_path):
     """Such an engine may have served them as a member of a fleet whose gateway died."""
     kill(fleet, 0)
-    fleet.engines[0].start()
-    fleet.engines[0].engine.adapters.note_past_epoch(7)
+    fleet.engines[0].start(lambda engine: engine.adapters.note_past_epoch(7))
     fleet.wait_members(2)
     assert fleet.client.membership.state.past_adapter_epoch == 7
     assert load(fleet, write_adapter(tmp_path / "a", "a5")) == 8
@@ -220,29 +218,6 @@ def test_a_replica_joins_after_a_new_gateway_found_the_weights_of_the_fleet_asle
     assert fleet.http.post("/v1/wakeup").status_code == 200
     fleet.wait_members(2)
     assert [engine.runner.fingerprint for engine in fleet.engines] == [fingerprint_of(3)] * 2
-
-
-def test_a_member_that_lost_its_weights_in_a_failed_update_in_place_gets_those_of_the_others(fleet):
-    publish(fleet, 3)
-    fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"})
-    begin = m.BeginUpdateArgs(in_place=True, placed_by="trainer")
-    session = fleet.run(fleet.client.call(begin))["session_id"]
-    spoiled = fleet.engines[1].engine
-
-    def refuse(*args: Any) -> None:
-        raise WeightUpdateRefused("not here")
-
-    table = spoiled._on_call
-    before, table[m.UpdateChunkArgs] = table[m.UpdateChunkArgs], refuse
-    with pytest.raises(FastDeployError):
-        fleet.run(fleet.client.call(m.UpdateChunkArgs(session, FolderSource("/nowhere/w4"))))
-    table[m.UpdateChunkArgs] = before
-    until(lambda: fleet.launcher.restarts, 20, "the member without weights is fenced")
-    [(name, why)] = fleet.launcher.restarts
-    assert name == "replica-0" and "in place" in why
-    fleet.wait_members(2)
-    assert [engine.runner.fingerprint for engine in fleet.engines] == [fingerprint_of(3)] * 2
-    assert holds(fleet) == [["trainer"], ["trainer"]]
 
 
 def restart(fleet: FakeFleet, i: int) -> None:

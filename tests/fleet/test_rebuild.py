@@ -104,7 +104,7 @@ def test_an_anonymous_hold_stays_anonymous():
 
 
 def test_holds_of_the_engines_themselves_are_not_the_fleets_except_for_republish():
-    own = [hold("sleep", placed_by="system"), hold("in_place", placed_by="system")]
+    own = [hold("sleep", placed_by="system")]
     republish = hold("republish", placed_by="system")
     assert rebuild(FLEET, [report(holds=own)], NOW).holds == {}
     assert set(rebuild(FLEET, [report(holds=[*own, republish])], NOW).holds) == {("engine", "republish")}

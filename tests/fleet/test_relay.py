@@ -113,7 +113,7 @@ def request(name: str = "x", **fields: Any) -> AddRequest:
 
 
 def taken(stream: RequestStream) -> list[list[int]]:
-    return [output.token_ids for output in stream.take()]
+    return [output.token_ids for output in stream.read()]
 
 
 @in_loop
@@ -131,7 +131,7 @@ async def test_a_request_that_may_end_its_replicas_does_not_end_all_of_them(flee
         fleet.connect(at)
     assert stream.ended and taken(stream) == [[7]]
     with pytest.raises(EngineDead, match="may be what ends them"):
-        stream.take()
+        stream.read()
     await fleet.settle()
     assert not any(engine.of(AddRequest) for engine in fleet.engines)
 
@@ -144,7 +144,7 @@ async def test_outputs_pass_unchanged_and_wake_the_client_s_reader(fleet):
     output = Output("x", 0, [7], spans=[Span("v", 2, 0, 1)], cached_tokens=2)
     fleet.replicas[0].client._receive(m.Outputs([output]))
     assert await stream.reader.wait() == [stream]
-    [passed] = stream.take()
+    [passed] = stream.read()
     assert passed is output
     fleet.engines[0].output("x", [8], finish_reason="length")
     assert stream.ended and taken(stream) == [[8]] and not fleet.engines[0].of(m.CancelRequest)
@@ -171,7 +171,7 @@ async def test_the_rest_of_each_choice_is_a_request_of_its_own(fleet):
     assert first.request_id != second.request_id
     new.output(first.request_id, [10], spans=[Span("v", 3, 0, 1)], cached_tokens=4, finish_reason="stop")
     new.output(second.request_id, [11], finish_reason="length")
-    outputs = {output.choice: output for output in stream.take()}
+    outputs = {output.choice: output for output in stream.read()}
     assert [outputs[k].token_ids for k in range(3)] == [[7, 10], [11], [8, 9]]
     assert outputs[0].spans == [Span("v", 2, 0, 1), Span("v", 3, 1, 2, recomputed=True)]
     assert (outputs[0].cached_tokens, outputs[0].num_preempted, outputs[1].num_preempted) == (2, 1, 0)
@@ -304,7 +304,7 @@ def test_a_refusal_is_passed_on_when_every_replica_refuses(code):
         assert len(fleet.engines[1].of(AddRequest)) == 1 and not stream.ended
         fleet.engines[1].reject("x", code)
         with pytest.raises(QueueFull if code == QueueFull.code else RequestsRejected):
-            stream.take()
+            stream.read()
 
     asyncio.run(run())
 
@@ -317,7 +317,7 @@ async def test_a_pause_that_rejects_ends_a_choice_with_the_tokens_that_it_has(fl
     await fleet.settle()
     [add] = fleet.engines[1].of(AddRequest)
     fleet.engines[1].reject(add.request_id, RequestsRejected.code)
-    [output] = stream.take()
+    [output] = stream.read()
     assert (output.token_ids, output.finish_reason) == ([7], "abort") and stream.ended
 
 
@@ -326,7 +326,7 @@ async def test_an_error_of_the_request_itself_is_passed_on(fleet):
     stream = await fleet.client.submit(request())
     fleet.engines[0].reject("x", DuplicateRequest.code)
     with pytest.raises(DuplicateRequest):
-        stream.take()
+        stream.read()
     assert not fleet.engines[1].of(AddRequest)
 
 
@@ -356,7 +356,7 @@ async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
     fleet.engines[1].reply(fence)
     later = await repeat
     with pytest.raises(AttachedElsewhere):
-        stream.take()
+        stream.read()
     sent = [type(message) for message in fleet.engines[1].sent]
     assert sent == [m.Call, AddRequest, m.CancelRequest, m.Call, AddRequest]
     later.close()
@@ -370,5 +370,5 @@ async def test_the_end_of_the_gateway_ends_all_requests(fleet):
     await closing
     assert taken(stream) == [[7]]
     with pytest.raises(EngineDead):
-        stream.take()
+        stream.read()
     assert fleet.replicas[0].state is ReplicaState.MEMBER and fleet.client._relays == {}

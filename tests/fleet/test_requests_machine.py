@@ -23,8 +23,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.http.body import parse_body
-from fastdeploy.http.context import generation_request
-from fastdeploy.http.openai.protocol import GenerationBody
+from fastdeploy.http.openai.protocol import GenerationBody, generation_request
 from fastdeploy.inter_communicator import messages as m
 from fleet.test_relay import MAX_WAITING, Fleet, PlayedConnection
 from support.search import examples
@@ -294,7 +293,7 @@ class Requests(RuleBasedStateMachine):
         for name, streams in list(self.open.items()):
             try:
                 for stream in streams:
-                    for output in stream.take():
+                    for output in stream.read():
                         self.tokens[stream, output.choice] += output.token_ids
             except EngineDead as error:
                 assert "one after the other" in str(error), "only a request that loses too many replicas fails"

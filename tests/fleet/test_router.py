@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from fastdeploy.client.connection import Connector
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet import router as module
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.replica import Replica, ReplicaState
 from fastdeploy.fleet.router import CHOICE_TOKENS, GROUP_CHOICES, MOVE_FACTOR, Router
+from fastdeploy.inter_communicator.transport import Connector
 
 
 def make_replica(name: str) -> Replica:

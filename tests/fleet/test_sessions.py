@@ -38,7 +38,7 @@ async def finish(stream: RequestStream) -> Output:
     with stream:
         while True:
             await stream.reader.wait()
-            for output in stream.take():
+            for output in stream.read():
                 if output.finish_reason is not None:
                     return output
 

@@ -61,7 +61,7 @@ class FuzzedServer:
         self.http.post("/v1/weights/abort", json={})
         if self._weights_info()["asleep"]:
             assert self.http.post("/v1/wakeup").status_code == 200
-        if any(hold["id"] in ("republish", "in_place") for hold in self._holds()):
+        if any(hold["id"] == "republish" for hold in self._holds()):
             self._publish_original()
         for hold in self._holds():
             adapter = {"lora_name": name} if (name := hold["scope"].removeprefix("adapter:")) != hold["scope"] else {}

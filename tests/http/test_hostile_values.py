@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.source_policy import SourcePolicy
+from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 
@@ -77,7 +77,7 @@ def server(make_module_stack):
     return stack
 
 
-CALLS = (m.PauseArgs, m.ResumeArgs, m.SleepArgs, m.UpdateWeightsArgs, m.BeginUpdateArgs, m.UpdateChunkArgs,
+CALLS = (m.PauseArgs, m.ResumeArgs, m.SleepArgs, m.UpdateWeightsArgs, m.BeginUpdateArgs, m.UpdatePartArgs,
          m.LoadAdapterArgs, m.UnloadAdapterArgs, m.AbortArgs, m.CommitUpdateArgs, m.AbortUpdateArgs, m.ResetArgs,
          m.SetVersionArgs, m.WeightInfoArgs)  # fmt: skip
 
@@ -87,7 +87,8 @@ def answer(call: m.Call) -> m.Reply:
         return m.Reply(call.call_id, {"session": None, "asleep": []})
     try:
         field = "lora_path" if isinstance(call.args, m.LoadAdapterArgs) else "model_path"
-        SourcePolicy(("/",), "").check(getattr(call.args, "source", None), field)
+        if (source := getattr(call.args, "source", None)) is not None:
+            SourcePolicy(("/",), "").check(source, field)
     except InvalidField as error:
         return m.Reply(call.call_id, {}, m.Failure(error.code, error.message, error.detail))
     return m.Reply(call.call_id, {}, m.Failure("wrong_order", "not now"))

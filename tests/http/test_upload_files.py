@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http import upload_files
+from fastdeploy.http import upload
 from support.http_calls import OCTETS, in_thread, wait_until
 from support.upload_engine import SESSION, UploadEngine
 
@@ -31,7 +32,7 @@ def test_files_of_a_killed_server_are_removed_and_those_of_a_living_server_are_n
         path.write_bytes(b"x")
     with alive.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        upload_files.remove_leftovers(config)
+        upload.remove_leftovers(config)
     assert not dead.exists() and alive.exists() and foreign.exists()
 
 
@@ -40,24 +41,21 @@ def test_pipes_and_links_in_the_upload_folder_are_left_alone(spool, tmp_path):
     os.mkfifo(spool / f"{UPLOAD_PREFIX}pipe")
     (spool / f"{UPLOAD_PREFIX}link").symlink_to(tmp_path / "target")
     (spool / f"{UPLOAD_PREFIX}dead").write_bytes(b"x")
-    upload_files.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
     assert sorted(path.name.removeprefix(UPLOAD_PREFIX) for path in spool.iterdir()) == ["link", "pipe"]
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_an_upload_in_progress_survives_the_start_of_another_server(make_stack, spool, streams):
+def test_an_upload_in_progress_survives_the_start_of_another_server(make_stack, spool):
     stack = make_stack(upload_dir=str(spool))
     engine = UploadEngine(stack.engine)
-    stack.engine.streams = streams
     path = f"/v1/weights/chunk?session_id={SESSION}"
-    assert stack.http.post(path, content=b"first", headers=OCTETS).status_code == 200
     engine.reads = False
     reply = in_thread(stack.http.post, path, content=b"abc", headers=OCTETS)
-    wait_until(lambda: len(engine.calls) == (4 if streams else 5))
-    upload_files.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    wait_until(lambda: engine.calls)
+    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
     engine.go_on()
     assert reply.result(20).status_code == 200
-    assert engine.bodies == [b"first", b"abc"]
+    assert engine.bodies == [b"abc"]
 
 
 def test_leftovers_are_removed_when_a_server_starts(make_stack, spool):
@@ -66,40 +64,29 @@ def test_leftovers_are_removed_when_a_server_starts(make_stack, spool):
     assert not list(spool.iterdir())
 
 
-async def test_a_file_is_lent_to_one_upload_at_a_time_and_removed_after_an_error(spool):
-    files = upload_files.UploadFiles(ServeConfig(model="m", upload_dir=str(spool)))
-    async with files.lend() as first, files.lend() as second:
-        assert first.file.path != second.file.path
-    with pytest.raises(KeyError):
-        async with files.lend() as broken:
-            raise KeyError
-    assert not os.path.exists(broken.file.path) and len(list(spool.iterdir())) == 1
-    async with files.lend() as late:
-        files.close()
-        assert [str(path) for path in spool.iterdir()] == [late.file.path]
-    assert not list(spool.iterdir())
-
-
-async def test_the_event_loop_goes_on_while_a_file_is_made_and_a_cancelled_upload_leaves_none(spool, monkeypatch):
-    may_allocate = threading.Event()
+async def test_a_cancelled_upload_leaves_no_file_and_no_thread_that_uses_it(spool, monkeypatch):
+    may_allocate, done = threading.Event(), []
 
     def allocate(fd: int, offset: int, nbytes: int) -> None:
         assert may_allocate.wait(30)
         os.ftruncate(fd, offset + nbytes)
+        done.append(fd)
+
+    async def upload_to(file: upload.UploadFile) -> None:
+        with contextlib.closing(file):
+            await upload._on_thread(file.map, 100)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    files = upload_files.UploadFiles(ServeConfig(model="m", upload_dir=str(spool)))
-    lending = asyncio.create_task(files.lend().__aenter__())
+    uploading = asyncio.create_task(upload_to(upload.UploadFile(spool)))
     async with asyncio.timeout(20):
-        while not list(spool.iterdir()):
-            await asyncio.sleep(0.001)
-        lending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await lending
-        assert not may_allocate.is_set()
+        await asyncio.sleep(0.01)
+        uploading.cancel()
+        await asyncio.sleep(0.01)
+        assert list(spool.iterdir()), "it is closed when its thread has ended"
         may_allocate.set()
-        while list(spool.iterdir()):
-            await asyncio.sleep(0.001)
+        with pytest.raises(asyncio.CancelledError):
+            await uploading
+    assert done and not list(spool.iterdir())
 
 
 def test_uploads_go_to_shared_memory_if_it_has_room(monkeypatch):
@@ -107,9 +94,9 @@ def test_uploads_go_to_shared_memory_if_it_has_room(monkeypatch):
     memory, temporary = upload_folders("")
     room = [10]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": room[0]}))
-    assert str(upload_files.upload_folder(config, 9)) == memory
-    assert str(upload_files.upload_folder(config, 10)) == temporary
-    assert str(upload_files.upload_folder(ServeConfig(model="m", upload_dir="/x"), 10**18)) == "/x"
+    assert str(upload.upload_folder(config, 9)) == memory
+    assert str(upload.upload_folder(config, 10)) == temporary
+    assert str(upload.upload_folder(ServeConfig(model="m", upload_dir="/x"), 10**18)) == "/x"
 
 
 def test_an_upload_folder_that_does_not_exist_is_refused_at_the_start(tmp_path):

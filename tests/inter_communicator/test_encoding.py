@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.encoding import encode
+from fastdeploy.inter_communicator.zmq_transport import encode
 
 
 def sent(message: m.ToClient) -> m.ToClient:

@@ -18,7 +18,7 @@ from fastdeploy.core.errors import EngineDead, InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import connection_limit, ipc_dir, zmq_transport
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, guard_client, take_fleet_key
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, guard_client, pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 
 SECRET, OTHER = "s" * 40, "o" * 40
@@ -181,14 +181,14 @@ async def test_an_engine_that_goes_away_is_lost_after_its_last_message():
 def test_a_key_that_is_too_short_or_not_printable_is_refused_and_not_repeated(secret):
     environment = {FLEET_KEY: secret, "OTHER": "1"}
     with pytest.raises(InvalidField) as info:
-        take_fleet_key(environment)
+        pop_fleet_key(environment)
     assert info.value.field == FLEET_KEY and secret not in info.value.message and environment == {"OTHER": "1"}
 
 
 def test_the_key_is_taken_out_of_the_environment():
     environment = {FLEET_KEY: SECRET}
-    assert take_fleet_key(environment) == SECRET and environment == {}
-    assert take_fleet_key({}) is None and take_fleet_key({FLEET_KEY: ""}) is None
+    assert pop_fleet_key(environment) == SECRET and environment == {}
+    assert pop_fleet_key({}) is None and pop_fleet_key({FLEET_KEY: ""}) is None
 
 
 def test_tcp_without_a_key_is_refused_at_both_ends(tmp_path):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy.rl import fan_out, hold_renewal, replica
+from fastdeploy.rl import connection, holds, server_state
 
 
 @pytest.fixture(scope="session", autouse=True)
 def short_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "BACKOFF_S", 0.002)
-        patch.setattr(fan_out, "RETRY_S", 0.01)
-        patch.setattr(hold_renewal, "PERIOD", 0.005)  # a ttl of 60 s is renewed every 0.3 s
+        patch.setattr(server_state, "BACKOFF_S", 0.002)
+        patch.setattr(connection, "RETRY_S", 0.01)
+        patch.setattr(holds, "PERIOD", 0.005)  # a ttl of 60 s is renewed every 0.3 s
         yield

@@ -28,9 +28,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def until_running(client: RolloutClient, count: int, *tasks: asyncio.Task) -> None:
-    """Wait until ``count`` choices run on every replica, or all ``tasks`` are done."""
-    for replica in client.replicas:
-        while (await replica.call("GET", "/v1/is_paused"))["counts"]["running"] < count:
-            if all(task.done() for task in tasks):
-                return
-            await asyncio.sleep(0.005)
+    """Wait until ``count`` choices run, or all ``tasks`` are done."""
+    while (await client.connection.call("GET", "/v1/is_paused"))["counts"]["running"] < count:
+        if all(task.done() for task in tasks):
+            return
+        await asyncio.sleep(0.005)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.lib.checkpoint import float32_tensors
+from benchmarks.lib.tensors import float32_tensors
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
 

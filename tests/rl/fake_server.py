@@ -11,7 +11,7 @@ import json
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -21,7 +21,7 @@ from rl.fake_weights import FakeStaging, FakeWeights, read_source
 
 EOS = 7
 VOCAB = 64
-CHECKPOINT = "/w"  # a folder that every server can read
+CHECKPOINT = "/w"  # a folder that the server can read
 REFUSALS = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}  # by kind of fault
 FINISH_REASONS = {"abort": "abort", "deadline": "abort", "unloaded": "abort", "stop": "stop", "length": "length"}
 
@@ -359,8 +359,7 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def fleet(count: int = 3, **options: Any) -> AsyncIterator[tuple[list[FakeServer], RolloutClient]]:
-    """Start ``count`` scripted servers, and a client of all of them with ``options``."""
-    async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
-        yield servers, await stack.enter_async_context(RolloutClient([s.url for s in servers], **options))
+async def fake_site(*faults: Fault | None, **options: Any) -> AsyncIterator[tuple[FakeServer, RolloutClient]]:
+    """Start a scripted server, and a client of it with ``options``."""
+    async with FakeServer(*faults) as server, RolloutClient(server.url, **options) as client:
+        yield server, client

@@ -55,7 +55,7 @@ class FakeStaging:
         self._is_delta = "base_fingerprint" in begin
         if self._is_delta and begin["base_fingerprint"] != weights.fingerprint:
             raise BaseMismatch("another base", fingerprint=weights.fingerprint)
-        assert not (self._is_delta and ("partial" in begin or begin.get("in_place")))
+        assert not (self._is_delta and "partial" in begin)
         keeps = self._is_delta or begin.get("partial")
         self._new = dict(weights.tensors) if keeps else {}
         self._aliases: dict[str, np.ndarray] = {}

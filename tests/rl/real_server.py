@@ -20,7 +20,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 from support.fake_runner import FakeRunner, Known
@@ -61,7 +61,7 @@ class PacedRunner(FakeRunner):
         if not isinstance(sampled, Sampled) or self._script is None:
             return sampled
         start = self._starts.setdefault(known.new.key, len(known.tokens))
-        return Sampled(self._script[len(known.tokens) - start], sampled.logprob)
+        return Sampled([self._script[len(known.tokens) - start]], sampled.logprobs)
 
 
 class RealServer:

@@ -1,4 +1,4 @@
-"""Adapters on many replicas: loads, their staleness, lost adapters, and pauses of one adapter."""
+"""Adapters of a client: loads, their staleness, lost adapters, and pauses of one adapter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.core.errors import FastDeployError, InvalidField, ModelNotFound, WeightUpdateRefused
 from fastdeploy.core.files import SHARED_MEMORY
 from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.errors import FleetError, HoldLost, RolloutFailed
+from fastdeploy.rl.errors import HoldLost, RolloutFailed
 from fastdeploy.rl.sync_client import SyncRolloutClient
-from rl.fake_server import FakeServer, Fault, fleet
+from rl.fake_server import FakeServer, Fault, fake_site
 from rl.real_server import real_server
 from support.fake_runner import expected_tokens, write_adapter
 
@@ -28,23 +28,23 @@ STATE = {LORA: np.arange(6, dtype=np.float32).reshape(2, 3)}
 CONFIG = {"peft_type": "LORA", "r": 2, "target_modules": {"q_proj", "k_proj"}}
 
 
-async def test_an_adapter_is_loaded_on_all_replicas_and_its_tokens_say_so():
-    async with fleet() as (servers, client):
+async def test_an_adapter_is_loaded_and_its_tokens_say_so():
+    async with fake_site() as (server, client):
         publication = await client.load_adapter("a", "/adapters/a", version="step-1", kv="recompute")
         assert (publication.number, publication.version) == (1, "step-1")
         body = {"lora_name": "a", "lora_path": "/adapters/a", "version": "step-1", "kv": "recompute"}
-        assert [s.bodies("/v1/adapters/load") for s in servers] == [[body]] * 3
+        assert server.bodies("/v1/adapters/load") == [body]
         rollout = await client.generate(PROMPT, PARAMS, lora_name="a")
         (span,) = rollout.spans
         assert (span.version, span.lora_name, span.adapter_epoch, span.publication) == ("step-1", "a", 1, 1)
         (span,) = (await client.generate(PROMPT, PARAMS)).spans
         assert (span.version, span.lora_name, span.adapter_epoch, span.publication) == ("0", None, 0, 0)
-        assert [body.get("model") for s in servers for body in s.requests] in (["a", None], [None, "a"])
+        assert [body.get("model") for body in server.requests] == ["a", None]
 
 
 @pytest.mark.parametrize("via", ["upload", "shared_memory"])
 async def test_a_state_dict_is_sent_with_its_config(via, monkeypatch):
-    async with fleet(2) as (servers, client):
+    async with fake_site() as (server, client):
         segments: list[bytes] = []
         load = FakeServer._v1_adapters_load
 
@@ -57,22 +57,19 @@ async def test_a_state_dict_is_sent_with_its_config(via, monkeypatch):
         monkeypatch.setattr(FakeServer, "_v1_adapters_load", read)
         publication = await client.load_adapter("a", STATE, CONFIG, version=7, via=via)
         assert (publication.tensors, publication.nbytes, publication.version) == (1, 24, "7")
-        sent = segments if via == "shared_memory" else [content for s in servers for content in s.uploads]
-        assert len(sent) == 2
-        for content in sent:
-            size = int.from_bytes(content[:8], "little")
-            header = json.loads(content[8 : 8 + size])
-            assert header == {LORA: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
-            assert content[8 + size :] == STATE[LORA].tobytes()
-        for server in servers:
-            body = server.bodies("/v1/adapters/load")[0]
-            config = json.loads(body["config"]) if via == "upload" else body["config"]
-            assert config == {"peft_type": "LORA", "r": 2, "target_modules": ["k_proj", "q_proj"]}
-            assert via == "upload" or not Path(SHARED_MEMORY, body["shared_memory"]).exists(), "freed after the load"
+        (content,) = segments if via == "shared_memory" else server.uploads
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        assert header == {LORA: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+        assert content[8 + size :] == STATE[LORA].tobytes()
+        (body,) = server.bodies("/v1/adapters/load")
+        config = json.loads(body["config"]) if via == "upload" else body["config"]
+        assert config == {"peft_type": "LORA", "r": 2, "target_modules": ["k_proj", "q_proj"]}
+        assert via == "upload" or not Path(SHARED_MEMORY, body["shared_memory"]).exists(), "freed after the load"
 
 
 async def test_bad_arguments_of_a_load_are_refused_before_any_call():
-    async with fleet(1) as (servers, client):
+    async with fake_site() as (server, client):
         for adapter, config, field in (
             (STATE, None, "config"),
             ({}, CONFIG, "config"),
@@ -86,11 +83,11 @@ async def test_bad_arguments_of_a_load_are_refused_before_any_call():
             await client.load_adapter("a", STATE, CONFIG, via="folder")
         with pytest.raises(InvalidField, match="model"):
             await client.generate(PROMPT, {"model": "a"})
-        assert servers[0].calls == [] and servers[0].requests == []
+        assert server.calls == [] and server.requests == []
 
 
 async def test_the_staleness_of_an_adapters_tokens_counts_the_loads_of_that_adapter():
-    async with FakeServer() as server, RolloutClient(server.url) as client:
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a", version="first")
         await client.load_adapter("b", "/b")
         server.faults.append(Fault("hang", 2))
@@ -112,7 +109,7 @@ async def test_the_staleness_of_an_adapters_tokens_counts_the_loads_of_that_adap
 
 
 async def test_publications_of_a_name_go_on_after_an_unload_and_no_span_joins_two_adapters():
-    async with FakeServer() as server, RolloutClient(server.url) as client:
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
         await client.load_adapter("a", "/a")
         server.faults.append(Fault("hang", 2))
@@ -132,7 +129,7 @@ async def test_publications_of_a_name_go_on_after_an_unload_and_no_span_joins_tw
 
 @pytest.mark.parametrize("ends_with", ["unload", "reset"])
 async def test_tokens_of_an_unloaded_adapter_are_not_taken_for_those_of_the_load_that_is_under_way(ends_with):
-    async with FakeServer() as server, RolloutClient(server.url) as client:
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
         rollout = await client.generate(PROMPT, PARAMS, lora_name="a")
         await (client.unload_adapter("a") if ends_with == "unload" else client.reset())
@@ -150,92 +147,62 @@ async def test_an_answer_that_a_fleet_ended_without_its_adapter_is_final():
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("loads_before", [0, 1])
-async def test_a_replica_that_refused_an_adapter_gets_its_requests_only_after_a_load_there(loads_before):
-    async with fleet(2) as (servers, client):
-        for _ in range(loads_before):
+async def test_a_refused_load_raises_and_the_server_keeps_the_adapter_that_it_has():
+    async with fake_site() as (server, client):
+        server.refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
+        with pytest.raises(WeightUpdateRefused):
             await client.load_adapter("a", "/a")
-        servers[1].refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
-        with pytest.raises(FleetError, match="not loaded everywhere") as failed:
+        with pytest.raises(ModelNotFound):
+            await client.generate(PROMPT, PARAMS, lora_name="a")
+        await client.load_adapter("a", "/a")
+        server.refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
+        with pytest.raises(WeightUpdateRefused):
             await client.load_adapter("a", "/a")
-        assert [r.ok for r in failed.value.reports] == [True, False]
-        await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(6)))
-        assert servers[1].requests == []
-        await asyncio.gather(*(client.generate(PROMPT, PARAMS) for _ in range(6)))
-        assert servers[1].requests, "base requests go there"
-        servers[1].requests.clear()
-        await client.load_adapter("a", "/a")
-        await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(6)))
-        assert {body["model"] for body in servers[1].requests} == {"a"}
+        (span,) = (await client.generate(PROMPT, PARAMS, lora_name="a")).spans
+        assert (span.adapter_epoch, span.publication) == (1, 1)
 
 
-async def test_a_load_that_is_cancelled_leaves_out_the_replica_that_refused_the_adapter(monkeypatch):
-    async with fleet(2) as (servers, client):
-        await client.load_adapter("a", "/a")
-        servers[1].refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
-        begun, go, call = asyncio.Event(), asyncio.Event(), type(client.replicas[0]).call
+async def test_a_load_whose_caller_is_cancelled_counts(monkeypatch):
+    async with fake_site() as (server, client):
+        begun, go, load = asyncio.Event(), asyncio.Event(), client.connection.call
 
-        async def slow(self, *args, **kwargs):
-            if self.url == servers[0].url:
-                begun.set()
-                await go.wait()
-            return await call(self, *args, **kwargs)
+        async def slow(*args, **kwargs):
+            begun.set()
+            await go.wait()
+            return await load(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(client.replicas[0]), "call", slow)
-            task = asyncio.create_task(client.load_adapter("a", "/a-2"))
+            patch.setattr(client.connection, "call", slow)
+            task = asyncio.create_task(client.load_adapter("a", "/a"))
             await begun.wait()
             task.cancel()
             await asyncio.sleep(0)
             go.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        rollouts = await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(6)))
-        assert servers[1].requests == [] and {r.spans[0].adapter_epoch for r in rollouts} == {2}
+        rollout = await client.generate(PROMPT, PARAMS, lora_name="a")
+        assert rollout.spans[0].publication == 1
 
 
-async def test_a_first_load_that_every_replica_refuses_leaves_the_name_unknown():
-    async with fleet(2) as (servers, client):
-        for server in servers:
-            server.refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
-        with pytest.raises(FleetError):
-            await client.load_adapter("a", "/a")
-        with pytest.raises(ModelNotFound):
-            await client.generate(PROMPT, PARAMS, lora_name="a")
-
-
-async def test_a_generation_leaves_an_engine_that_restarted_without_the_adapter():
-    async with fleet(2) as (servers, client):
+async def test_a_generation_waits_for_the_next_load_while_the_engine_has_lost_the_adapter():
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
-        await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(4)))
-        servers[0].restart()
-        refused, served = (server.requests for server in servers)
-        refused.clear(), served.clear()
-        rollouts = await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(4)))
-        assert {span.replica for r in rollouts for span in r.spans} == {servers[1].url} and len(served) == 4
-        assert refused, "the restarted engine answered that it does not know the adapter"
-        assert {body["model"] for body in refused + served} == {"a"}, "never the base model"
-
-
-async def test_a_generation_waits_while_no_engine_has_the_adapter_and_goes_on_after_the_next_load():
-    async with FakeServer() as server, RolloutClient(server.url) as client:
-        await client.load_adapter("a", "/a")
+        await client.generate(PROMPT, PARAMS, lora_name="a")
         server.restart()
         task = asyncio.create_task(client.generate(PROMPT, PARAMS, lora_name="a"))
         with pytest.raises(RolloutFailed, match="not finished in time"):
             await client.generate(PROMPT, PARAMS, lora_name="a", timeout_s=0.2)
-        assert not task.done()
+        assert not task.done() and {body["model"] for body in server.requests} == {"a"}, "never the base model"
         assert (await client.generate(PROMPT, PARAMS)).token_ids, "the base model is served"
         await client.load_adapter("a", "/a")
         assert (await asyncio.wait_for(task, 30)).spans[0].publication == 2
 
 
 async def test_an_unloaded_name_is_unknown():
-    async with fleet(2) as (servers, client):
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
-        del servers[0].adapters["a"]
-        assert all(report.ok for report in await client.unload_adapter("a")), "a replica may not know it any more"
-        assert [s.adapters for s in servers] == [{}, {}]
+        await client.unload_adapter("a")
+        assert server.adapters == {}
         with pytest.raises(ModelNotFound):
             await asyncio.wait_for(client.generate(PROMPT, PARAMS, lora_name="a"), 30)
         with pytest.raises(ModelNotFound):
@@ -245,7 +212,7 @@ async def test_an_unloaded_name_is_unknown():
 
 
 async def test_a_name_that_another_client_unloaded_is_an_error_at_once():
-    async with FakeServer() as server, RolloutClient(server.url) as client:
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
         server.adapters.clear()
         with pytest.raises(ModelNotFound):
@@ -253,74 +220,72 @@ async def test_a_name_that_another_client_unloaded_is_an_error_at_once():
 
 
 async def test_a_pause_of_an_adapter_is_renewed_and_released_by_its_name():
-    async with fleet(2, hold_ttl_s=4.0) as (servers, client):
+    async with fake_site(hold_ttl_s=4.0) as (server, client):
         await client.load_adapter("a", "/a")
         await client.load_adapter("b", "/b")
-        async with client.paused("keep", lora_name="a", clear_cache=True) as reports:
-            assert all(r.ok for r in reports)
-            (hold,) = servers[0].holds
-            assert hold.startswith("a/") and [list(s.holds) for s in servers] == [[hold]] * 2
-            assert servers[0].bodies("/v1/pause")[0]["clear_cache"] is True
+        async with client.paused("keep", lora_name="a", clear_cache=True):
+            (hold,) = server.holds
+            assert hold.startswith("a/")
+            assert server.bodies("/v1/pause")[0]["clear_cache"] is True
             assert await client.is_paused(lora_name="a")
             assert not await client.is_paused(lora_name="b") and not await client.is_paused()
-            while not servers[0].bodies("/v1/renew"):
+            while not server.bodies("/v1/renew"):
                 await asyncio.sleep(0.005)
-            assert servers[0].bodies("/v1/renew")[0]["lora_name"] == "a"
-        assert [s.holds for s in servers] == [{}, {}]
+            assert server.bodies("/v1/renew")[0]["lora_name"] == "a"
+        assert server.holds == {}
 
 
 async def test_a_resume_by_name_releases_the_holds_of_that_adapter_only():
-    async with fleet(1) as (servers, client):
+    async with fake_site() as (server, client):
         for name in ("a", "b"):
             await client.load_adapter(name, "/x")
         for name in (None, "a", "b"):
             await client.pause(lora_name=name, hold_id="mine")
         await client.pause(lora_name="a", hold_id="second")
-        assert set(servers[0].holds) == {"mine", "a/mine", "a/second", "b/mine"}
+        assert set(server.holds) == {"mine", "a/mine", "a/second", "b/mine"}
         await client.resume("mine", lora_name="a")
-        assert set(servers[0].holds) == {"mine", "a/second", "b/mine"}
+        assert set(server.holds) == {"mine", "a/second", "b/mine"}
         await client.resume(lora_name="a")
-        assert set(servers[0].holds) == {"mine", "b/mine"}
+        assert set(server.holds) == {"mine", "b/mine"}
         await client.resume()
-        assert servers[0].holds == {}
+        assert server.holds == {}
 
 
 async def test_a_pause_of_an_unknown_adapter_fails_and_leaves_no_hold():
-    async with fleet(2) as (servers, client):
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
-        del servers[1].adapters["a"]
-        with pytest.raises(FleetError, match="released everywhere") as failed:
+        server.adapters.clear()
+        with pytest.raises(ModelNotFound) as failed:
             await client.pause(lora_name="a")
-        assert isinstance(failed.value.reports[1].error, ModelNotFound)
-        assert [s.holds for s in servers] == [{}, {}]
+        assert server.holds == {} and not hasattr(failed.value, "__notes__")
 
 
 async def test_a_load_inside_a_hold_that_ended_early_changes_nothing():
-    async with fleet(1) as (servers, client):
+    async with fake_site() as (server, client):
         await client.load_adapter("a", "/a")
         await client.load_adapter("b", "/b")
         with pytest.raises(HoldLost):
             async with client.paused(lora_name="a"):
-                servers[0].holds.clear()
+                server.holds.clear()
                 await client.load_adapter("b", "/b")
                 with pytest.raises(HoldLost):
                     await client.load_adapter("a", "/a")
-        assert {name: adapter["adapter_epoch"] for name, adapter in servers[0].adapters.items()} == {"a": 1, "b": 2}
+        assert {name: adapter["adapter_epoch"] for name, adapter in server.adapters.items()} == {"a": 1, "b": 2}
 
 
 async def test_an_abort_by_adapter_names_it():
-    async with fleet(2) as (servers, client):
+    async with fake_site() as (server, client):
         await client.abort_all(lora_name="a")
         await client.abort_all()
-        assert [s.bodies("/v1/abort_requests") for s in servers] == [[{"lora_name": "a"}, {"abort_all": True}]] * 2
+        assert server.bodies("/v1/abort_requests") == [{"lora_name": "a"}, {"abort_all": True}]
 
 
 async def test_two_adapters_load_at_the_same_time_and_one_adapter_one_load_at_a_time(monkeypatch):
     """Two controllers share a client. A hung load of one does not hold up the other."""
-    async with fleet(1) as (servers, client):
-        servers[0].refuse["/v1/adapters/load"] = deque()
+    async with fake_site() as (server, client):
+        server.refuse["/v1/adapters/load"] = deque()
         begun, go = asyncio.Event(), asyncio.Event()
-        call = type(client.replicas[0]).call
+        call = type(client.connection).call
 
         async def slow(self, method, path, *args, **kwargs):
             if kwargs.get("json", {}).get("lora_path") == "/slow":
@@ -328,7 +293,7 @@ async def test_two_adapters_load_at_the_same_time_and_one_adapter_one_load_at_a_
                 await go.wait()
             return await call(self, method, path, *args, **kwargs)
 
-        monkeypatch.setattr(type(client.replicas[0]), "call", slow)
+        monkeypatch.setattr(type(client.connection), "call", slow)
         first = asyncio.create_task(client.load_adapter("a", "/slow"))
         await begun.wait()
         second = asyncio.create_task(client.load_adapter("a", "/a"))
@@ -336,7 +301,7 @@ async def test_two_adapters_load_at_the_same_time_and_one_adapter_one_load_at_a_
         assert not first.done() and not second.done()
         go.set()
         assert [p.number for p in await asyncio.gather(first, second)] == [1, 2]
-        assert servers[0].adapters["a"]["lora_path"] == "/a"
+        assert server.adapters["a"]["lora_path"] == "/a"
 
 
 def test_the_sync_client_loads_pauses_and_unloads():
@@ -383,7 +348,7 @@ async def test_on_a_real_server_a_swap_of_one_adapter_in_its_pause_leaves_the_ot
                 known += expected_tokens(known, span.end - span.start, adapter=span.adapter_epoch)
             assert known == PROMPT + rollout.token_ids and len(rollout.token_ids) == 60
             assert rollout.num_resumes >= 1 and rollout.staleness == (0 if rollout.min_version == "p2" else 1)
-            with pytest.raises(FleetError, match="not the tensors of an adapter"):
+            with pytest.raises(FastDeployError, match="not the tensors of an adapter"):
                 await client.load_adapter("a", write_adapter(tmp_path / "bad", "nonsense"))
             assert (await client.generate(PROMPT, params, lora_name="a")).max_version == "p2"
             await client.unload_adapter("a")

@@ -1,4 +1,4 @@
-"""RolloutClient against two real servers with the embedded model."""
+"""RolloutClient against a server with the embedded model, and against the gateway of two."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e.fleet_server import KINDS, FleetServer, server_of
 from e2e.server import Server
 from examples.embedded_model.tokenizer import chat_ids
+from fastdeploy.core.errors import FastDeployError, UpdateInProgress
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
-from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
 from rl.coroutines import until_running
@@ -26,14 +27,10 @@ LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, 
 SHORT = LONG | {"max_tokens": 40}
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Server]]:
-    made = [Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") for _ in range(2)]
-    try:
-        yield [server.wait_ready() for server in made]
-    finally:
-        for server in made:
-            server.remove()
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with server_of(request.param, "--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") as server:
+        yield server
 
 
 def state(scale: float = 0.0) -> dict[str, np.ndarray]:
@@ -56,71 +53,71 @@ def content(r):
     return r.token_ids, r.logprobs, r.text, r.finish_reason, r.stop_reason
 
 
-async def checksums(client: RolloutClient) -> set[str]:
-    replies = [await r.call("GET", "/v1/weights", params={"checksums": "true"}) for r in client.replicas]
-    return {reply["checksum"] for reply in replies}
+def checksum(server: Server) -> str:
+    """Return the checksum of the weights that serve, on every replica of a fleet."""
+    found = {server.weights(checksums=True)["checksum"]}
+    for name in server.replicas() if isinstance(server, FleetServer) else ():
+        found.add(server.ask(name, "/v1/weights?checksums=true")["checksum"])
+    assert len(found) == 1
+    return found.pop()
 
 
-async def test_every_way_of_publishing_gives_both_replicas_the_same_weights(servers, tmp_path):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_every_way_of_publishing_gives_the_same_weights(server, tmp_path):
+    async with RolloutClient(server.url) as client:
         start, moved = state(), state(0.02)
         before = await client.generate(PROMPT, SHORT)
         folder = await client.update_weights(str(write_checkpoint(tmp_path / "new", moved)))
-        assert folder.version == str(folder.reports[0].result["weight_epoch"])
-        (expected,) = await checksums(client)
+        assert folder.version == str(folder.report["weight_epoch"])
+        expected = checksum(server)
         after = await client.generate(PROMPT, SHORT, max_staleness=0)
         assert after.token_ids != before.token_ids and after.min_version == folder.version
         for via in ("upload", "shared_memory", "folder"):
             back = await client.publish(start, "start", via=via, folder=str(tmp_path), chunk_mb=1)
-            assert back.version == "start" and await checksums(client) != {expected}
+            assert back.version == "start" and checksum(server) != expected
             done = await client.publish(moved, via, via=via, folder=str(tmp_path))
             assert 0 < done.tensors < len(moved), "half of the tensors differ"
-            assert await checksums(client) == {expected}
+            assert checksum(server) == expected
             again = await client.generate(PROMPT, SHORT, max_staleness=0)
             assert content(again) == content(after) and again.spans[0].version == via
         await client.publish(start, "start")
         assert content(await client.generate(PROMPT, SHORT)) == content(before)
 
 
-async def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(servers):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(server):
+    async with RolloutClient(server.url) as client:
         await client.publish(state(), "one")
-        (expected,) = await checksums(client)
+        expected = checksum(server)
         done = await client.publish(state(), "two")
-        assert done.tensors == 0 and await checksums(client) == {expected}
+        assert done.tensors == 0 and checksum(server) == expected
         r = await client.generate(PROMPT, SHORT, max_staleness=0)
         assert r.min_version == "two"
 
 
-async def test_a_tensor_refused_by_one_replica_is_committed_on_none(servers):
-    async with RolloutClient([s.url for s in servers]) as client:
-        before = await checksums(client)
-        weight_epochs = [(await r.call("GET", "/v1/weights"))["weight_epoch"] for r in client.replicas]
+async def test_a_tensor_that_is_refused_is_not_committed(server):
+    async with RolloutClient(server.url) as client:
+        before, weight_epoch = checksum(server), server.weights()["weight_epoch"]
         wrong = state() | {"no.such.tensor": np.ones(3, np.float32)}
         for via in ("upload", "shared_memory"):
-            with pytest.raises(FleetError, match="no.such.tensor") as failed:
+            with pytest.raises(FastDeployError, match="no.such.tensor"):
                 await client.publish(wrong, via=via)
-            assert [r.ok for r in failed.value.reports] == [False, False]
-        # Another trainer has a session on one replica: the other replica must not commit alone.
-        session = await client.replicas[1].call("POST", "/v1/weights/begin", json={})
-        with pytest.raises(FleetError) as failed:
+        # Another trainer has a session.
+        session = await client.connection.call("POST", "/v1/weights/begin", json={})
+        with pytest.raises(UpdateInProgress):
             await client.publish(state(0.1))
-        assert [r.ok for r in failed.value.reports] == [True, False]
-        await client.replicas[1].call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
-        infos = [await r.call("GET", "/v1/weights") for r in client.replicas]
-        assert [i["weight_epoch"] for i in infos] == weight_epochs and [i["session"] for i in infos] == [None, None]
-        assert await checksums(client) == before
+        await client.connection.call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
+        info = server.weights()
+        assert info["weight_epoch"] == weight_epoch and info["session"] is None and checksum(server) == before
 
 
-async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_its_version(servers):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_its_version(server):
+    async with RolloutClient(server.url) as client:
         rollouts: list[Rollout] = []
         while not rollouts or any(len(r.spans) < 2 for r in rollouts):  # on a fast machine one may end too early
             await client.publish(state(), "old")
             tasks = [asyncio.create_task(client.generate([*PROMPT, i], LONG)) for i in range(4)]
             await until_running(client, 2, *tasks)
-            async with client.paused("keep") as reports:
-                assert all(r.result["is_paused"] for r in reports) and await client.is_paused()
+            async with client.paused("keep") as report:
+                assert report["is_paused"] and await client.is_paused()
                 await client.publish(state(0.02), "new")
             assert not await client.is_paused()
             rollouts = await asyncio.gather(*tasks)
@@ -132,8 +129,8 @@ async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_i
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}])
-async def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, params):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_aborts_do_not_change_an_answer(server, params):
+    async with RolloutClient(server.url) as client:
         options = LONG | params | {"prompt_logprobs": 0, "max_tokens": 800}
         alone = await client.generate_group(PROMPT, options, n=3)
         assert {r.num_resumes for r in alone} == {0}
@@ -149,22 +146,22 @@ async def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, pa
             assert len(joined[0].prompt_logprobs) == len(PROMPT)
 
 
-async def test_a_pause_that_aborts_and_rejects_only_delays_an_answer(servers):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_a_pause_that_aborts_and_rejects_only_delays_an_answer(server):
+    async with RolloutClient(server.url) as client:
         alone = await client.generate(PROMPT, LONG)
         aborted = 0
         while not aborted:  # until the pause came in time
             tasks = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(4)]
             await until_running(client, 2, *tasks)
-            async with client.paused("abort") as reports:
-                aborted = sum(r.result["counts"]["aborted"] for r in reports)
+            async with client.paused("abort") as report:
+                aborted = report["counts"]["aborted"]
                 await asyncio.sleep(0.2)
                 assert not aborted or not all(task.done() for task in tasks)
             assert [content(r) for r in await asyncio.gather(*tasks)] == [content(alone)] * 4
 
 
-async def test_a_stop_string_across_two_attempts_is_found(servers):
-    async with RolloutClient([s.url for s in servers]) as client:
+async def test_a_stop_string_across_two_attempts_is_found(server):
+    async with RolloutClient(server.url) as client:
         free = await client.generate(list(b"347+85="), {"max_tokens": 30, "temperature": 0.0})
         stop = free.text[8:16]
         options = {"max_tokens": 30, "temperature": 0.0, "stop": [stop]}
@@ -173,19 +170,19 @@ async def test_a_stop_string_across_two_attempts_is_found(servers):
         cut = 11  # tokens are bytes here: inside of the stop string
         request = RolloutRequest(list(b"347+85="), options)
         choice = PartialRollout(request)
-        choice.begin_attempt("first")
+        choice.begin_attempt()
         head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
         choice.add_output(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
-        choice.begin_attempt("second")
-        async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
+        choice.begin_attempt()
+        async with client.connection.stream("/v1/completions", request.body([choice]), 30.0) as events:
             async for event in events:
                 for item in event["choices"]:  # none in the last event, which has the usage
                     choice.add_output(item, None)
         assert content(choice.rollout()) == content(alone)
 
 
-async def test_a_chat_is_rendered_by_the_server(servers):
-    async with RolloutClient(servers[0].url) as client:
+async def test_a_chat_is_rendered_by_the_server(server):
+    async with RolloutClient(server.url) as client:
         messages = [{"role": "user", "content": "12+34="}]
         r = await client.generate(messages=messages, params={"max_tokens": 40, "temperature": 0.0})
         assert r.prompt_ids == chat_ids("12+34=") and r.text.endswith("46")

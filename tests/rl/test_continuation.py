@@ -45,7 +45,7 @@ def content(r: Rollout) -> tuple:
 def begun(request: RolloutRequest, tokens: list[int]) -> PartialRollout:
     """Return a choice whose first attempt has made ``tokens``."""
     partial = PartialRollout(request)
-    partial.begin_attempt("a")
+    partial.begin_attempt()
     partial.add_output({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
     return partial
 
@@ -119,7 +119,7 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     partial = begun(request, [1, 2])
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
-    partial.begin_attempt("b")
+    partial.begin_attempt()
     entries = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
     partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": entries}, None)
     assert len(partial.rollout().prompt_logprobs) == len(PROMPT)
@@ -258,7 +258,6 @@ async def test_a_cancelled_generation_closes_its_stream():
         task.cancel()
         while server.streams:
             await asyncio.sleep(0.01)
-        assert client.replicas[0].in_flight == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -16,7 +16,7 @@ LARGE = bytes(64 << 20)  # more than all buffers between client and server hold
 
 
 async def upload(client: RolloutClient, body: bytes = LARGE) -> dict:
-    return await client.replicas[0].call(
+    return await client.connection.call(
         "POST", "/v1/weights/chunk", upload=[body[:1000], body[1000:]], params={"session_id": SESSION}
     )
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.server import until
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.engine.requests.delivery import DeliveryFence
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.errors import FleetError, HoldLost
+from fastdeploy.rl.errors import HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.real_server import RealServer, real_server
@@ -106,8 +107,8 @@ async def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication
                     server.post("/v1/resume", hold_id=server.holds()[0]["id"])
                 with pytest.raises(HoldLost):
                     await client.update_weights(str(tmp_path / "w1"))
-        assert lost.value.reports[0].error.code == "hold_not_found"
-        info = await client.replicas[0].call("GET", "/v1/weights")
+        assert lost.value.__cause__.code == "hold_not_found"
+        info = await client.connection.call("GET", "/v1/weights")
         assert info["weight_epoch"] == server.engine.scopes.base.served.weight_epoch
         assert info["session"] is None and server.runner.weights == 0
         await client.resume()  # HoldLost is raised only once
@@ -178,6 +179,6 @@ def test_the_sync_client_and_the_trl_integration_renew_holds_and_report_lost_one
 
 async def test_an_invalid_ttl_is_refused_and_no_hold_is_placed(server):
     async with RolloutClient(server.url) as client:
-        with pytest.raises(FleetError, match="ttl_s"):
+        with pytest.raises(InvalidField, match="ttl_s"):
             await client.pause("keep", ttl_s=1e12)
     assert not server.holds()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.errors import QueueFull
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.connection import LineReader, read_events, reply_error
 from fastdeploy.rl.errors import MalformedReply, Unreachable, is_busy, is_retryable
-from fastdeploy.rl.replies import LineReader, read_events, reply_error
 from rl.real_server import real_server
 from support.tiny_tokenizer import save_tokenizer
 

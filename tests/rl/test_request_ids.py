@@ -64,7 +64,7 @@ def attempts(request: RolloutRequest, index: int, count: int, choices: list[Part
     ids = []
     for _ in range(count):
         for choice in group:
-            choice.begin_attempt("replica")
+            choice.begin_attempt()
         ids.append(request.body(group)["request_id"])
     return ids
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.engine.requests import admission
+from fastdeploy.engine import admission
 from fastdeploy.http import errors
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import HoldLost

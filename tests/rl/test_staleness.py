@@ -58,26 +58,23 @@ async def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(b
     assert again.staleness == 0 and [(s.version, s.start, s.end) for s in again.spans] == [("3", 0, 8)]
 
 
-def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
-    """One replica restarted and counts its epochs from 0; labels repeat."""
+def test_weights_are_compared_by_publication_and_not_by_epoch_or_label():
+    """An engine that restarts counts its epochs from 0 again; labels repeat."""
     ledger = PublicationLedger()
-    for number, (epoch_a, epoch_b) in enumerate([(7, 1), (8, 2), (9, 3)], 1):
+    for number, (boot_id, epoch) in enumerate([("a", 7), ("a", 8), ("b", 1), ("b", 2)], 1):
         assert ledger.begin_publication() == number
-        ledger.record_commit(number, "a", "boot-a", epoch_a)
-        ledger.record_commit(number, "b", "boot-b", epoch_b)
-        ledger.end_publication()
-    sampled = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
-    spans = [
-        TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in sampled
-    ]
-    assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
+        ledger.end_publication(boot_id, epoch)
+    assert ledger.begin_publication() == 5
+    ledger.end_publication()  # failed
+    sampled = [("a", 7), ("a", 9), ("a", 6), ("b", 2), ("z", 3)]
+    spans = [TokenSpan("same", epoch, 0, 1, boot_id=boot_id) for boot_id, epoch in sampled]
+    assert [ledger.publication_of(span) for span in spans] == [1, 2, 0, 4, 0] and ledger.newest == 4
 
 
 def test_tokens_of_new_weights_that_arrive_before_the_commits_answer_belong_to_it():
     ledger = PublicationLedger()
     ledger.begin_publication()
-    ledger.record_commit(1, "a", "boot", 1)
-    ledger.end_publication()
+    ledger.end_publication("boot", 1)
     ledger.begin_publication()
-    assert ledger.publication_of(TokenSpan("2", 2, 0, 1, False, "a", "boot")) == 2
-    assert ledger.publication_of(TokenSpan("1", 1, 0, 1, False, "a", "boot")) == 1
+    assert ledger.publication_of(TokenSpan("2", 2, 0, 1, boot_id="boot")) == 2
+    assert ledger.publication_of(TokenSpan("1", 1, 0, 1, boot_id="boot")) == 1

@@ -42,8 +42,8 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
         server.faults.extend([Fault("abort", 2), Fault("drop", 1)])
         alone = client.generate([1, 2], PARAMS)
         assert list(pool.map(lambda _: client.generate([1, 2], PARAMS).token_ids, range(16))) == [alone.token_ids] * 16
-        with client.paused("keep") as reports:
-            assert reports[0].ok and client.is_paused() and server.holds
+        with client.paused("keep") as report:
+            assert report["is_paused"] and client.is_paused() and server.holds
         assert not server.holds
         assert client.publish({"a": np.ones(2, np.float32)}, 3, via="upload").version == "3"
         many = [r.token_ids for r in client.generate_many([[1, 2]] * 3, PARAMS)]

@@ -1,7 +1,7 @@
 """A trainer in a process of its own: publishes three states of torch or Paddle tensors. Prints a JSON line for each:
 the publication, and the sha256 of each tensor in bfloat16, as the framework itself rounds it.
 
-    python trainer_child.py (torch|paddle) URL...
+    python trainer_child.py (torch|paddle) URL
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def paddle_states() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
 
 
 def main() -> None:
-    framework, *urls = sys.argv[1:]
-    with SyncRolloutClient(urls) as client:
+    framework, url = sys.argv[1:]
+    with SyncRolloutClient(url) as client:
         for state, bits in {"torch": torch_states, "paddle": paddle_states}[framework]():
             done = client.publish(state)
             shas = {name: hashlib.sha256(np.ascontiguousarray(b).tobytes()).hexdigest() for name, b in bits.items()}
-            print(json.dumps({"deltas": len(done.deltas), "nbytes": done.nbytes, "checksums": shas}), flush=True)
+            print(json.dumps({"is_delta": done.is_delta, "nbytes": done.nbytes, "checksums": shas}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from fastdeploy.core import request
-from fastdeploy.engine.requests import admission
+from fastdeploy.engine import admission
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness

@@ -7,7 +7,7 @@ import argparse
 import signal
 import time
 
-from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.entrypoints.child import EventPipe
 
 parser = argparse.ArgumentParser()
 parser.add_argument("how", choices=["gentle", "stubborn"])

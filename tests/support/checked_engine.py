@@ -13,16 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
-from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pauses.holds import Hold
 from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState
-from fastdeploy.engine.updates.weight_session import Session
+from fastdeploy.engine.updates.weight_session import WeightSession
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.scheduler.queue import Gate
 from support.fake_runner import FakeRunner, fingerprint_of, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
-from support.publications import Publication, Upload, upload_path
+from support.publications import Publication
 from support.witness import Expected, Witness
 
 
@@ -54,7 +54,6 @@ class CheckedEngine(RuleBasedStateMachine):
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
         self.opened: dict[str | int, dict] = {}  # replies to begins, by their key
-        self.uploads: dict[str, Upload] = {}  # that are received, by their name
         self.has_same_clients = True  # since the last round began
         self.had_weights = True  # when the last round began
         self.known = self.book.known  # when the last round began
@@ -124,43 +123,11 @@ class CheckedEngine(RuleBasedStateMachine):
             and base.version in (None, served.version)
         )
 
-    def may_commit(self, session: Session) -> bool:
+    def may_commit(self, session: WeightSession) -> bool:
         """Return whether the engine takes a commit of this session that names nothing."""
         begin = session.begin
         fits = begin.expected_version in (None, self.h.served.version) and self.serves(begin.base)
-        fits = fits and not self.uploads_to(session.id)
         return fits and (begin.base is None or session.fingerprint is not None)
-
-    def uploads_to(self, session_id: str) -> list[Upload]:
-        """Return the uploads to a session that neither ended nor lost their API server."""
-        clients = self.engine.delivery.clients
-        return [u for u in self.uploads.values() if u.session_id == session_id and u.client in clients]
-
-    def send_piece(self, upload: Upload, nbytes: int, state: str, skip: int = 0, client: str = "") -> None:
-        """Send the next piece of an upload, and expect that it is refused if it does not follow the one before it.
-        skip: bytes that are left out. client: another one than that of the upload."""
-        source = StreamSource(upload.name, upload_path(upload.part), 0, nbytes, upload.received + skip, state)
-        args, session = m.UpdateChunkArgs(upload.session_id, source), self.engine.weights.session
-        seen = len(self.witness.replies)
-        is_open = session is not None and session.id == upload.session_id and session.state.value == "open"
-        streams = is_open and session.begin.base is None and not (session.begin.partial and session.begin.in_place)
-        fits = is_open and skip == 0 and client in ("", upload.client) and (streams or nbytes == 0)
-        if fits and state == "open":
-            self.uploads[upload.name] = upload
-            upload.received += nbytes
-        elif fits:
-            self.uploads.pop(upload.name, None)
-            upload.received = 0  # it may come again
-        if fits and streams and state == "complete":
-            self.publications[upload.session_id].names.append(upload.part)
-        self.call(args, client or upload.client)
-        self.step()
-        replies = [reply for call, reply in self.witness.replies[seen:] if call is args]
-        if (client or upload.client) in self.live_clients():
-            assert fits or (replies and replies[0].failure), "a piece that does not fit was taken"
-        codes = {reply.failure and reply.failure.code for reply in replies}
-        assert not fits or not codes & {"wrong_order", "invalid_field"}, "a piece that fits was refused"
-        event(f"piece {state}: {codes or 'later'}")
 
     def send_add(self, client, request_id, prompt, sampling, n, priority, salt, adapter=""):
         group = f"g{len(prompt) % 2}" if priority else ""
@@ -218,10 +185,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.check_calls()
         session = self.engine.weights.session
         idle = session is not None and session.state.value in ("open", "prepared") and not session.pending
-        idle = idle and not self.uploads_to(session.id) and self.has_same_clients
+        idle = idle and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
         if session is not None and session.state.value == "open" and self.has_same_clients:
-            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
             assert session.owner is None or session.owner in self.engine.delivery.clients, "it outlives its API server"
 
     def rounds(self, times: int) -> None:
@@ -308,13 +274,10 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.ResumeArgs(hold_id):
                 released = set(reply.result["released"])
                 assert released <= {hold_id} if hold_id else not released & {"x", "y", "z", *SYSTEM_HOLDS}, reply
-            case m.UpdateChunkArgs(session_id, FolderSource(path)) if code == "update_in_progress":
+            case m.UpdatePartArgs(session_id, FolderSource(path)) if code == "update_in_progress":
                 # Too many reads hang. The session goes on without this part.
                 self.publications[session_id].names.remove(path)
-            case m.UpdateChunkArgs(session_id, StreamSource()) if code == "invalid_field":
-                told = self.publications[session_id]
-                assert args.source.nbytes and (told.delta or told.partial)
-            case m.UpdateChunkArgs(session_id) if code == "invalid_field":
+            case m.UpdatePartArgs(session_id) if code == "invalid_field":
                 assert not args.form.is_plain and not self.publications[session_id].delta
             case m.BeginUpdateArgs(idempotency_key=key) if code is None:
                 assert self.opened.setdefault(key or reply.call_id, reply.result) == reply.result
@@ -407,12 +370,8 @@ class CheckedEngine(RuleBasedStateMachine):
             assert self.pause.is_paused and SYSTEM_HOLDS & set(holds)
         assert not runner.asleep or "sleep" in holds
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
-        if "in_place" in holds and not (session is not None and session.begin.in_place) and runner.has_weights:
-            assert self.engine.weights.staging_busy or runner.asleep, "the hold of an update in place outlives it"
         if session is not None and not self.engine.weights.staging_busy:
             assert session.state.value in ("open", "prepared"), "a session is being committed without a thread"
-        if session is not None and session.begin.in_place:
-            assert "in_place" in holds and self.pause.is_paused
 
     # ---------------------------------------------------------------- the end
 

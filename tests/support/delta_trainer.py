@@ -31,7 +31,7 @@ class Trainer:
         return FileSource(str(self.folder / "part"))
 
     def begin(self) -> Staging:
-        return self.runner.begin_update(False, False, delta=True)
+        return self.runner.begin_update(False, delta=True)
 
     def publish(self, new: State, encoding: str = "overwrite", compression: str = "none") -> None:
         source, form = write_delta(self.folder / "part", self.state, new, encoding, compression)

@@ -53,7 +53,8 @@ def payload(encoding: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     if encoding == "overwrite":
         index = np.flatnonzero(was != now)
         return delta_format.overwrite(index, now[index])
-    return (now if encoding == "dense" else now ^ was).view(np.uint8)
+    assert encoding == "dense", encoding
+    return now.view(np.uint8)
 
 
 def write_delta(

@@ -12,10 +12,10 @@ import uuid
 
 from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.engine_main import Lifeline
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.event_pipe import EventPipe
 from support.fake_engine_server import FakeEngine, reply_with
 
 EXIT = 60  # the system call of one thread, on x86-64

@@ -25,7 +25,6 @@ class FakeEngine:
     adapters: answer to AdaptersArgs. A request that names another adapter is refused.
     script: gives the outputs of a request. Each is sent once the client has received the one before and ``taken()`` is
     true, since a reader that finds several outputs shows them as one. seen: every message without an answer of its own.
-    streams: whether uploads may come as streams.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class FakeEngine:
         self.adapters: list[dict[str, Any]] = []
         self.replies: dict[type, Callable[[m.Call], m.Reply | None]] = {}
         self.beating = True
-        self.streams = True
         self._owner: dict[str, str] = {}
         self._script = script
         self.taken: Callable[[], bool] = lambda: True
@@ -113,7 +111,7 @@ class FakeEngine:
                 if reply := self.replies[type(args)](message):
                     self._transport.send(client, reply)
             case m.Call(args=m.CheckUpdateArgs(session_id=session_id)):
-                admitted = {"session_id": session_id, "streams": self.streams}
+                admitted = {"session_id": session_id, "lease_s": 300.0}
                 self._transport.send(client, m.Reply(message.call_id, admitted))
             case m.Call(args=m.WeightInfoArgs()):
                 self._transport.send(client, m.Reply(message.call_id, {"session": None}))

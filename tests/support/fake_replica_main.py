@@ -10,8 +10,8 @@ import sys
 import time
 
 from fastdeploy.core.config import from_json
+from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
-from fastdeploy.inter_communicator.event_pipe import EventPipe
 
 SECRET = "FASTDEPLOY_FLEET_KEY"
 

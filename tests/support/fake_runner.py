@@ -19,8 +19,8 @@ from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.files import new_file
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
-from fastdeploy.core.weight_source import PLAIN, FileSource, PartFormat, SharedMemorySource, Source, StreamSource
+from fastdeploy.core.runner import AdapterInfo, ModelInfo, PartReceipt, Staged
+from fastdeploy.core.weight_source import PLAIN, FileSource, PartFormat, SharedMemorySource, Source
 
 EOS = 0
 MIB = 1 << 20
@@ -121,16 +121,14 @@ class FakeAdapterStaging:
 class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
     and so is a repeated one. The folder "w<k>-eos<id>" names an EOS id. partial: k is added to the weights that serve.
-    in_place: from the first part until the commit the runner has no weights. delta: parts are named "d<k>", have any
-    form, and each adds its k to the weights that serve. The name of an upload is that of its file without
-    UPLOAD_PREFIX, and the upload is a part once it is complete. pieces: of uploads.
+    delta: parts are named "d<k>", have any form, and each adds its k to the weights that serve. The name of an upload
+    is that of its file without UPLOAD_PREFIX.
 
     All weights are one tensor "weights". form.fingerprints may name what ``tensor_fingerprint`` returns for it."""
 
-    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool, delta: bool = False):
-        self._runner, self._partial, self._in_place, self.delta = runner, partial, in_place, delta
+    def __init__(self, runner: FakeRunner, partial: bool, delta: bool = False):
+        self._runner, self._partial, self.delta = runner, partial, delta
         self.names: list[str] = []
-        self.pieces: list[StreamSource] = []
         self.abandoned, self.was_abandoned = False, threading.Event()
 
     def add(
@@ -139,14 +137,9 @@ class FakeStaging:
         checksums: Mapping[str, str],
         verify_checksum: bool = False,
         form: PartFormat = PLAIN,
-    ) -> ChunkReceipt:
+    ) -> PartReceipt:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
-        if isinstance(source, StreamSource):
-            assert not self.delta, "a source that a delta session does not take"
-            self.pieces.append(source)
-            if source.state != "complete":
-                return ChunkReceipt(0, 0)
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         name = name.removeprefix(UPLOAD_PREFIX)
         if isinstance(source, FileSource) and (exported := Path(source.path)).is_file():
@@ -157,10 +150,8 @@ class FakeStaging:
         if not name.startswith("d" if self.delta else "w") or name in self.names:
             raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
         self._check_fingerprints(form.fingerprints, self._weights([*self.names, name]))
-        if self._in_place:
-            self._runner.has_weights = False
         self.names.append(name)
-        return ChunkReceipt(3, 12)
+        return PartReceipt(3, 12)
 
     def _check_fingerprints(self, expected: Mapping[str, str], weights: int) -> None:
         for name, fingerprint in expected.items():
@@ -340,7 +331,7 @@ class FakeRunner:
         banned = known.new.banned if end < known.new.banned_before else ()
         content = self.adapters[number].content if number else 0
         token = next_token(tokens, self.weights, self.info.vocab_size, banned, content)
-        return Sampled(token, Logprob(-float(token)) if known.new.sampling.logprobs is not None else None)
+        return Sampled([token], [Logprob(-float(token))] if known.new.sampling.logprobs is not None else [])
 
     def _adapters_of_kv(self, chunk: ScheduledChunk, key: tuple[str, int]) -> set[int]:
         """Return the numbers of the adapters that may have computed the KV of a sequence: those of its own steps, since
@@ -365,11 +356,11 @@ class FakeRunner:
         self.refreshes += 1
         self.standby_nbytes = MIB
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> FakeStaging:
+    def begin_update(self, partial: bool, delta: bool = False) -> FakeStaging:
         if "weight" in self.asleep or ((partial or delta) and not self.has_weights):
             raise WrongOrder("asleep, or nothing to complete")
-        assert not (delta and (partial or in_place))
-        self.stagings.append(FakeStaging(self, partial, in_place, delta))
+        assert not (delta and partial)
+        self.stagings.append(FakeStaging(self, partial, delta))
         return self.stagings[-1]
 
     def commit(self, weights: Any) -> None:

@@ -199,7 +199,7 @@ class Harness:
             self.engine.lifecycle.check_integrity()
             self.engine.adapters.check_integrity()
             if isinstance(self.runner, FakeRunner):
-                assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
+                assert set(self.runner.adapters) == self.engine.scheduler.adapters.numbers()
                 assert not self.runner.faults
 
     @contextmanager

@@ -47,21 +47,21 @@ PAUSES = st.builds(
 )
 FOLDERS = ["/w1", "/w2", "/w3-recompute", "/bad", "/garbage"]
 DELTAS = ["/d1", "/d2", "/d3-recompute", "/bad"]
-FORMS = [PLAIN, PartFormat("xor", "zstd")]
+FORMS = [PLAIN, PartFormat("overwrite", "zstd")]
 UPDATES = list(zip(FOLDERS, ["keep", "keep", "recompute", "keep", "recompute"], strict=True))
 KV = st.sampled_from(["keep", "recompute"])
 TAGS = st.sampled_from([(), ("weight",), ("kv_cache",), ("weight", "kv_cache")])
-SYSTEM_HOLDS = {"sleep", "in_place", "republish"}
+SYSTEM_HOLDS = {"sleep", "republish"}
 # Calls that are answered when their work is done. All other calls are answered at once.
 LATER = (
-    m.PauseArgs, m.SleepArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.WeightInfoArgs,
+    m.PauseArgs, m.SleepArgs, m.UpdateWeightsArgs, m.UpdatePartArgs, m.CommitUpdateArgs, m.WeightInfoArgs,
     m.LoadAdapterArgs, m.WakeArgs,
 )  # fmt: skip
 ENDED = {"session_not_found", "session_expired"}
 REFUSALS: dict[type, set[str]] = {
     m.BeginUpdateArgs: {"update_in_progress", "version_conflict", "base_mismatch", "wrong_order", *ENDED},
     m.UpdateWeightsArgs: {"weight_update_refused", "update_in_progress", "base_mismatch", "wrong_order", *ENDED},
-    m.UpdateChunkArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "invalid_field", *ENDED},
+    m.UpdatePartArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "invalid_field", *ENDED},
     m.CommitUpdateArgs: {
         "weight_update_refused", "version_conflict", "base_mismatch", "wrong_order", "invalid_field", *ENDED,
     },

@@ -35,7 +35,7 @@ class Sequence:
     computed: int = 0
     table: list[int] = field(default_factory=list)
     prompt_len: int = 0
-    logprobs: list[Logprob | None] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     non_finite: NonFinite | None = None
     number: int | None = None
     told: tuple[int, int] = (0, 0)
@@ -76,8 +76,8 @@ class Driver:
             if isinstance(sampled, NonFinite):
                 sequence.non_finite = sampled
             elif sampled is not None:
-                sequence.ids.append(sampled.token_id)
-                sequence.logprobs.append(sampled.logprob)
+                sequence.ids += sampled.token_ids
+                sequence.logprobs += sampled.logprobs
 
     def generate(self, sequences: list[Sequence], count: int, chunk: int | None = None) -> list[Sequence]:
         """Run sequences together until each has ``count`` output tokens or is non_finite, and free their blocks."""
@@ -134,17 +134,17 @@ def outputs(runner: ModelRunner) -> list:
     return [s.trace for s in Driver(runner).generate(sequences, 6)]
 
 
-def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> Any:
+def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False) -> Any:
     """Stage the sources, of which a Path is a folder. Returns the argument of ``commit``."""
-    staging = runner.begin_update(partial, in_place)
+    staging = runner.begin_update(partial)
     for source in sources:
         staging.add(FolderSource(str(source)) if isinstance(source, Path) else source, {})
     return staging.finish().weights
 
 
-def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> None:
+def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False) -> None:
     """Stage the sources and commit them."""
-    runner.commit(stage(runner, *sources, partial=partial, in_place=in_place))
+    runner.commit(stage(runner, *sources, partial=partial))
 
 
 def sleep(runner: Runner, *tags: str, discard: bool = False) -> int:

@@ -11,7 +11,7 @@ from fastdeploy.core.process import setup_logging
 from fastdeploy.entrypoints import child
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.supervisor import Supervisor
-from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 
 if __name__ == "__main__":
     model, name, workers, shutdown_s = sys.argv[1:]
@@ -23,6 +23,6 @@ if __name__ == "__main__":
     if name == "immortal":  # as if a thread of the engine read from a dead mount
         Child.kill = lambda self: self.name == "engine" or self.signal(signal.SIGKILL)
     child.KILLED_S = 0.5
-    key = take_fleet_key(os.environ)
+    key = pop_fleet_key(os.environ)
     module = "support.fake_engine_main"
     sys.exit(Supervisor(engine, serve, engine_module=module, first_delay_s=0.05, fleet_key=key).run())

@@ -18,7 +18,7 @@ from support.deltas import State, changed, checksums_of, over_all_of, state_of, 
 from support.step_driver import outputs, sleep, wake
 from worker.conftest import OPS
 
-EVENTS = ["delta"] * 12 + ["full", "in place", "partial", "refused", "abandoned", "unseen", "sleep"]
+EVENTS = ["delta"] * 12 + ["full", "partial", "refused", "abandoned", "unseen", "sleep"]
 
 
 class Chain:
@@ -39,8 +39,6 @@ class Chain:
                 self.state = new
             case "full":
                 self.update(random_like(self.state, self.rng))
-            case "in place":
-                self.update(random_like(self.state, self.rng), in_place=True)
             case "partial":
                 self.update(self.next_state(0.5), partial=True)
             case "refused":
@@ -63,7 +61,7 @@ class Chain:
 
     def deliver(self, new: State) -> Staging:
         """Begin a delta and send it in one to three parts, each with an encoding of its own."""
-        staging = self.runner.begin_update(False, False, delta=True)
+        staging = self.runner.begin_update(False, delta=True)
         count = int(self.rng.integers(1, 4))
         for part in range(count):
             self.add(staging, {name: new[name] for name in list(new)[part::count]})
@@ -71,7 +69,7 @@ class Chain:
 
     def add(self, staging: Staging, new: State, wrong: str = "") -> None:
         """Send one part. wrong: the tensor whose fingerprint is not the one that the part tells."""
-        encoding = str(self.rng.choice(["overwrite", "overwrite", "xor", "dense"]))
+        encoding = str(self.rng.choice(["overwrite", "overwrite", "dense"]))
         compression = str(self.rng.choice(["none", "zstd"]))
         source, form = write_delta(self.folder / "delta", self.state, new, encoding, compression)
         if wrong:
@@ -81,16 +79,16 @@ class Chain:
     def refuse(self) -> None:
         """Send a delta whose second part is refused, after it was applied."""
         new = changed(self.state, self.rng, 0.2)
-        staging, names = self.runner.begin_update(False, False, delta=True), list(new)
+        staging, names = self.runner.begin_update(False, delta=True), list(new)
         self.add(staging, {name: new[name] for name in names[::2]})
         with pytest.raises(WeightUpdateRefused, match="fingerprint"):
             self.add(staging, {name: new[name] for name in names[1::2]}, wrong=names[1])
         staging.abandon()
 
-    def update(self, new: State, partial: bool = False, in_place: bool = False) -> None:
+    def update(self, new: State, partial: bool = False) -> None:
         sent = {name: new[name] for name in new if not partial or new[name].tobytes() != self.state[name].tobytes()}
         write_safetensors(self.folder / "plain", sent)
-        staging = self.runner.begin_update(partial, in_place)
+        staging = self.runner.begin_update(partial)
         staging.add(FileSource(str(self.folder / "plain")), {})
         self.runner.commit(staging.finish().weights)
         self.state = new

@@ -106,7 +106,7 @@ def test_large_payloads_are_freed_once_they_are_applied(make_trainer, monkeypatc
 
     monkeypatch.setattr(trainer.runner.ops, "apply_deltas", watched)
     new = trainer.next_state(EMBEDDING, share=2)
-    source, form = write_delta(trainer.folder / "part", trainer.state, new, "xor", "zstd")
+    source, form = write_delta(trainer.folder / "part", trainer.state, new, "overwrite", "zstd")
     staging = trainer.begin()
     staging.add(source, {}, form=form)
     gc.collect()
@@ -133,7 +133,7 @@ def test_a_linear_that_was_written_in_part_is_copied_by_the_refresh(first, make_
 def test_parts_of_different_forms_make_one_delta(make_trainer):
     trainer = make_trainer()
     new, staging = trainer.next_state(), trainer.begin()
-    for (encoding, compression), name in zip(FORMS, [Q, K, V, NORM, K_BIAS, EMBEDDING], strict=True):
+    for (encoding, compression), name in zip(FORMS * 2, [Q, K, V, NORM, K_BIAS, EMBEDDING], strict=False):
         part = trainer.state | {name: new[name]}
         source, form = write_delta(trainer.folder / "part", trainer.state, part, encoding, compression)
         staging.add(source, {}, form=form)
@@ -169,8 +169,8 @@ def test_a_delta_needs_complete_weights(make_trainer):
         trainer.begin()
 
 
-def xor_of(trainer: Trainer) -> np.ndarray:
-    return payload("xor", trainer.state[Q], trainer.next_state(Q)[Q])
+def dense_of(trainer: Trainer) -> np.ndarray:
+    return payload("dense", trainer.state[Q], trainer.next_state(Q)[Q])
 
 
 def overwrite_of(index: list[int], value: int = 1) -> np.ndarray:
@@ -179,19 +179,20 @@ def overwrite_of(index: list[int], value: int = 1) -> np.ndarray:
 
 BOMB = np.frombuffer(zstandard.ZstdCompressor().compress(bytes(1 << 30)), np.uint8)
 COMPRESSED = delta_format.compress
-OVERWRITE, XOR, ZSTD_XOR = PartFormat("overwrite"), PartFormat("xor"), PartFormat("xor", "zstd")
+OVERWRITE, ZSTD = PartFormat("overwrite"), PartFormat("dense", "zstd")
+ZSTD_OVERWRITE = PartFormat("overwrite", "zstd")
+NAMED_Q, NAMED_K = (PartFormat("overwrite", fingerprints={name: "0" * 32}) for name in (Q, K))
 REFUSED = {
-    "unknown name": (lambda t: {"other": xor_of(t)}, XOR, "not a tensor of this model", "other"),
+    "unknown name": (lambda t: {"other": dense_of(t)}, ZSTD, "not a tensor of this model", "other"),
     "arrived before": (
-        lambda t: {Q: xor_of(t), HEAD: np.zeros(t.state[HEAD].nbytes, np.uint8)},
-        XOR,
+        lambda t: {Q: overwrite_of([1]), HEAD: overwrite_of([1])},
+        OVERWRITE,
         "arrived before",
         HEAD,
     ),
-    "no payload": (lambda t: {Q: t.state[Q]}, XOR, r"dtype BF16 .* expected a payload: U8", Q),
-    "two dimensions": (lambda t: {Q: xor_of(t).reshape(2, -1)}, XOR, r"shape \[2, 4096\]", Q),
-    "short xor": (lambda t: {Q: xor_of(t)[:-1]}, XOR, r"\[64, 64\] of bfloat16, .* expected 8192 bytes, got 8191", Q),
-    "long xor": (lambda t: {Q: np.append(xor_of(t), np.uint8(0))}, XOR, "expected 8192 bytes, got 8193", Q),
+    "no payload": (lambda t: {Q: t.state[Q]}, OVERWRITE, r"dtype BF16 .* expected a payload: U8", Q),
+    "two dimensions": (lambda t: {Q: dense_of(t).reshape(2, -1)}, ZSTD, r"shape \[2, 4096\]", Q),
+    "long content": (lambda t: {Q: COMPRESSED(np.append(dense_of(t), np.uint8(0)))}, ZSTD, "at most 8192 bytes", Q),
     "float32 values": (
         lambda t: {Q: np.zeros(16384, np.uint8)},
         PartFormat("dense", "zstd"),
@@ -204,15 +205,25 @@ REFUSED = {
     "index twice": (lambda t: {Q: overwrite_of([1, 1])}, OVERWRITE, "ascending indices", Q),
     "cut overwrite": (lambda t: {Q: overwrite_of([1, 9])[:-1]}, OVERWRITE, "for 2 values", Q),
     "not finite": (lambda t: {Q: overwrite_of([7], 0x7F80)}, OVERWRITE, "values that are not finite", Q),
-    "xor makes NaN": (lambda t: {Q: ~t.state[Q].reshape(-1).view(np.uint8)}, XOR, "values that are not finite", Q),
-    "no frame": (lambda t: {Q: xor_of(t)}, ZSTD_XOR, "expected one whole zstd frame", Q),
-    "cut frame": (lambda t: {Q: COMPRESSED(xor_of(t))[:-1]}, ZSTD_XOR, "expected one whole zstd frame", Q),
-    "two frames": (lambda t: {Q: np.tile(COMPRESSED(xor_of(t)), 2)}, ZSTD_XOR, "expected one whole zstd frame", Q),
-    "short content": (lambda t: {Q: COMPRESSED(xor_of(t)[1:])}, ZSTD_XOR, "expected 8192 bytes, got 8191", Q),
-    "bomb": (lambda t: {K_BIAS: BOMB[:60]}, ZSTD_XOR, "at most 64 bytes, the zstd frame has 1073741824", K_BIAS),
-    "large bomb": (lambda t: {Q: BOMB}, ZSTD_XOR, "expected a zstd frame of at most 8", Q),
-    "fingerprint": (lambda t: {Q: xor_of(t)}, PartFormat("xor", fingerprints={Q: "0" * 32}), "expected 000", Q),
-    "no such tensor": (lambda t: {Q: xor_of(t)}, PartFormat("xor", fingerprints={K: "0" * 32}), "not in the source", K),
+    "dense not finite": (lambda t: {Q: COMPRESSED(np.full(4096, 0x7F80, "<u2").view(np.uint8))}, ZSTD, "not finite", Q),
+    "no frame": (lambda t: {Q: dense_of(t)}, ZSTD, "expected one whole zstd frame", Q),
+    "cut frame": (lambda t: {Q: COMPRESSED(dense_of(t))[:-1]}, ZSTD, "expected one whole zstd frame", Q),
+    "two frames": (lambda t: {Q: np.tile(COMPRESSED(overwrite_of([1])), 2)}, ZSTD_OVERWRITE, "one whole zstd frame", Q),
+    "short content": (lambda t: {Q: COMPRESSED(dense_of(t)[1:])}, ZSTD, "expected 8192 bytes, got 8191", Q),
+    "bomb": (lambda t: {K_BIAS: BOMB[:60]}, ZSTD, "at most 64 bytes, the zstd frame has 1073741824", K_BIAS),
+    "large bomb": (lambda t: {Q: BOMB}, ZSTD, "expected a zstd frame of at most 8", Q),
+    "fingerprint": (
+        lambda t: {Q: overwrite_of([1])},
+        NAMED_Q,
+        "expected 000",
+        Q,
+    ),
+    "no such tensor": (
+        lambda t: {Q: overwrite_of([1])},
+        NAMED_K,
+        "not in the source",
+        K,
+    ),
 }
 
 
@@ -226,14 +237,14 @@ def test_a_bad_part_is_refused_by_name_and_changes_nothing(case, make_trainer):
 def test_a_bomb_is_refused_before_memory_is_allocated(make_trainer, monkeypatch):
     trainer = make_trainer()
     monkeypatch.setattr(zstandard.ZstdDecompressor, "decompress", Mock(side_effect=AssertionError))
-    trainer.check_refused({K_BIAS: BOMB[:60]}, ZSTD_XOR, "at most 64 bytes", K_BIAS)
+    trainer.check_refused({K_BIAS: BOMB[:60]}, ZSTD, "at most 64 bytes", K_BIAS)
 
 
 def test_the_sha256_of_a_payload_is_checked(make_trainer):
     trainer = make_trainer()
     new = trainer.next_state(Q)
-    source, form = write_delta(trainer.folder / "part", trainer.state, new, "xor", "zstd")
-    frame = delta_format.compress(payload("xor", trainer.state[Q], new[Q]))
+    source, form = write_delta(trainer.folder / "part", trainer.state, new, "overwrite", "zstd")
+    frame = delta_format.compress(payload("overwrite", trainer.state[Q], new[Q]))
     for checksums, why in (
         ({Q: "0" * 64}, "does not have the sha256"),
         ({K: "0" * 64}, "not in the source"),
@@ -272,16 +283,18 @@ ALIAS = "lm_head.weight"
 
 
 @pytest.mark.parametrize("order", ["one part", "alias first", "alias last"])
-@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+@pytest.mark.parametrize("encoding", ["overwrite", "dense"])
 def test_an_alias_may_come_with_the_payload_of_its_tensor(encoding, order, make_trainer):
     trainer = make_trainer("llama_tied")
     new = trainer.next_state(EMBEDDING)
     one = payload(encoding, trainer.state[EMBEDDING], new[EMBEDDING])
+    compression = "zstd" if encoding == "dense" else "none"
+    one = delta_format.compress(one) if encoding == "dense" else one
     both = {EMBEDDING: one, ALIAS: one}
     names = [ALIAS, EMBEDDING] if order == "alias first" else [EMBEDDING, ALIAS]
     staging = trainer.begin()
     for part in [names] if order == "one part" else [[name] for name in names]:
-        form = PartFormat(encoding, fingerprints={name: fingerprint(new[EMBEDDING]).hex for name in part})
+        form = PartFormat(encoding, compression, fingerprints={name: fingerprint(new[EMBEDDING]).hex for name in part})
         staging.add(trainer.source({name: both[name] for name in part}), {}, form=form)
     trainer.runner.commit(staging.finish().weights)
     trainer.state = new
@@ -291,11 +304,11 @@ def test_an_alias_may_come_with_the_payload_of_its_tensor(encoding, order, make_
 def test_an_alias_that_differs_from_its_tensor_is_refused(make_trainer):
     trainer = make_trainer("llama_tied")
     new, other = trainer.next_state(EMBEDDING), trainer.next_state(EMBEDDING)
-    one, two = (payload("xor", trainer.state[EMBEDDING], state[EMBEDDING]) for state in (new, other))
-    named = PartFormat("xor", fingerprints={ALIAS: "0" * 32})
+    one, two = (payload("overwrite", trainer.state[EMBEDDING], state[EMBEDDING]) for state in (new, other))
+    named = PartFormat("overwrite", fingerprints={ALIAS: "0" * 32})
     for payloads, form in (
-        ({ALIAS: one}, XOR),
-        ({ALIAS: one, EMBEDDING: two}, XOR),
+        ({ALIAS: one}, OVERWRITE),
+        ({ALIAS: one, EMBEDDING: two}, OVERWRITE),
         ({ALIAS: one, EMBEDDING: one}, named),
     ):
         staging = trainer.begin()
@@ -306,9 +319,9 @@ def test_an_alias_that_differs_from_its_tensor_is_refused(make_trainer):
         staging.abandon()
         trainer.check()
     staging = trainer.begin()
-    staging.add(trainer.source({ALIAS: one}), {}, form=XOR)
+    staging.add(trainer.source({ALIAS: one}), {}, form=OVERWRITE)
     with pytest.raises(WeightUpdateRefused, match="arrived before"):
-        staging.add(trainer.source({ALIAS: one}), {}, form=XOR)
+        staging.add(trainer.source({ALIAS: one}), {}, form=OVERWRITE)
     staging.abandon()
     staging = trainer.begin()
     with pytest.raises(WeightUpdateRefused, match=f"{ALIAS}: differs from {EMBEDDING}"):
@@ -336,7 +349,7 @@ def test_memory_that_an_abandoned_add_may_write_to_is_never_used_again(make_trai
 
     monkeypatch.setattr(ops, "apply_deltas", hang)
     hung_state, staging = trainer.next_state(share=2), trainer.begin()
-    source, form = write_delta(trainer.folder / "hung", trainer.state, hung_state, "xor")
+    source, form = write_delta(trainer.folder / "hung", trainer.state, hung_state)
 
     def add() -> None:
         try:

@@ -214,7 +214,7 @@ def test_greedy_logprob_is_only_returned_when_asked_for(make_runner):
     asks, asks_not = _sequence(16), _sequence(17, sampling=SamplingParams(temperature=0.0))
     top3 = _sequence(31, sampling=SamplingParams(temperature=0.0, logprobs=3))
     driver.step([asks_not, asks, top3])
-    assert asks_not.logprobs == [None]
+    assert asks_not.logprobs == [] and len(asks_not.output) == 1
     assert asks.logprobs[0].top == () and asks.logprobs[0].logprob < 0
     top = top3.logprobs[0].top
     assert len(top) == 3 and top[0] == (top3.output[0], top3.logprobs[0].logprob)

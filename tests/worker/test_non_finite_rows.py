@@ -104,7 +104,7 @@ def test_a_raw_logprob_that_is_no_number_is_reported_although_a_ban_hides_the_to
     params = [SamplingParams(seed=1, logprobs=kind, logprobs_mode=mode)
               for kind, mode in ((None, "raw"), (0, "raw"), (0, "processed"))]  # fmt: skip
     without, raw, processed = sampler.sample(logits, draws_of([([1], 1, p, (0,)) for p in params]))
-    assert without.token_id in (1, 2) and processed.token_id in (1, 2) and raw == NonFinite(1)
+    assert without.token_ids[0] in (1, 2) and processed.token_ids[0] in (1, 2) and raw == NonFinite(1)
 
 
 def test_a_row_in_which_everything_is_banned_draws_nothing():

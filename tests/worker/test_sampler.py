@@ -54,11 +54,11 @@ def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
     plain = SamplingParams(temperature=0.0, logprobs=2)
     sampler = Sampler(ReferenceOps("float32"))
     first, second = sampler.sample(logits, draws_of([([2], 1, greedy, (0, 99)), ([2], 1, plain, ())]))
-    assert (first.token_id, second.token_id) == (1, 0)
+    assert (first.token_ids, second.token_ids) == ([1], [0])
     log_softmax = np.array([5.0, 4.0, 1.0]) - np.log(np.exp([5.0, 4.0, 1.0]).sum())
-    assert first.logprob.logprob == pytest.approx(log_softmax[1], abs=1e-6)
-    assert first.logprob.top == second.logprob.top
-    assert [token for token, _ in first.logprob.top] == [0, 1]
+    assert first.logprobs[0].logprob == pytest.approx(log_softmax[1], abs=1e-6)
+    assert first.logprobs[0].top == second.logprobs[0].top
+    assert [token for token, _ in first.logprobs[0].top] == [0, 1]
 
 
 def test_each_step_uses_the_settings_of_its_own_rows():
@@ -72,9 +72,9 @@ def test_each_step_uses_the_settings_of_its_own_rows():
         drawn = sampler.sample(paddle.to_tensor(logits), draws)
         alone = Sampler(ReferenceOps("float32")).sample(paddle.to_tensor(logits), draws)
         assert drawn == alone
-        assert [one.logprob is not None for one in drawn] == [one.logprobs is not None for one in params]
+        assert [bool(one.logprobs) for one in drawn] == [one.logprobs is not None for one in params]
         for one, sampled in zip(params, drawn, strict=True):
-            assert one is hot or (sampled.token_id == 2) == (one is greedy)
+            assert one is hot or (sampled.token_ids == [2]) == (one is greedy)
 
 
 def test_min_tokens_bans_end_tokens_in_a_running_batch(make_runner):

@@ -7,7 +7,9 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from acceptance.lib.chaos.ledger import Answer, Ledger
+from acceptance.lib.chaos.answers import Answer
+from acceptance.lib.ledger import Ledger
+from benchmarks.lib.workload import Clients
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader, RequestsRejected
 from fastdeploy.core.request_fields import AddRequest
@@ -19,25 +21,20 @@ RETRY_S = 0.05
 
 
 class Load:
-    """``num`` sessions at once. gateway: returns the gateway of now. scale: of the lengths of answers."""
+    """``num`` sessions at once, while ``clients`` go on. gateway: returns the gateway of now. scale: of the lengths of
+    answers. first_version: label of the weights 0. committed: epoch of the last commit that was answered. aborts:
+    counts the beginnings and ends of pause calls that may end requests. rejecting: pauses now that refuse requests.
+    ready: a gateway takes requests."""
 
     def __init__(self, gateway: Callable[[], FleetClient], ledger: Ledger, num: int, seed: int, scale: float = 1.0):
-        self._gateway = gateway
-        self._ledger = ledger
+        self.committed = self.aborts = self.rejecting = 0
+        self.first_version = ""
+        self.ready = asyncio.Event()
+        self.clients = Clients(num, self._session)
+        self._gateway, self._ledger = gateway, ledger
         self._draw = random.Random(seed)
         self._scale = scale
         self._streams: dict[RequestStream, Answer] = {}
-        self._ending = False
-        self._num = num
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._sessions(i)) for i in range(self._num)]
-
-    async def end(self) -> None:
-        """Return when every request is answered."""
-        self._ending = True
-        await asyncio.gather(*self._tasks)
 
     def tokens_so_far(self) -> int:
         """Return the number of tokens that have reached the clients, also those that nobody has read yet."""
@@ -46,16 +43,10 @@ class Load:
                 self._read(stream, answer)
         return self._ledger.counts["tokens"]
 
-    async def _sessions(self, place: int) -> None:
-        number = 0
-        while not self._ending:
-            await self._session(f"session-{place}-{number}")
-            number += 1
-
-    async def _session(self, name: str) -> None:
-        history: list[int] = []
+    async def _session(self, client: int) -> None:
+        name, history = f"session-{client}-{self._draw.randrange(1 << 30)}", list[int]()
         seen, turn = 0, 0
-        while len(history) < MAX_HISTORY and not self._ending:
+        while len(history) < MAX_HISTORY and not self.clients.resting:
             prompt = history + [self._draw.randint(1, 999) for _ in range(self._draw.randint(4, 40))]
             # One in ten is long: it sees several pauses and updates.
             length = self._draw.randint(100, 250) if self._draw.random() < 0.1 else self._draw.randint(2, 40)
@@ -68,10 +59,10 @@ class Load:
     async def _ask(self, session: str, name: str, prompt: list[int], max_tokens: int, seen: int) -> Answer:
         """Return the answer, or as much of it as its gateway could give."""
         ledger = self._ledger
-        await ledger.ready.wait()
+        await self.ready.wait()
         gateway = self._gateway()
-        answer = Answer(name, prompt, max_tokens, max(seen, ledger.committed))
-        aborts = ledger.aborts
+        answer = Answer(name, prompt, max_tokens, max(seen, self.committed))
+        aborts = self.aborts
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         request = AddRequest(f"{name}-{id(gateway)}", prompt, sampling, session=session)
         ledger.counts["requests"] += 1
@@ -85,22 +76,22 @@ class Load:
                 finally:
                     del self._streams[stream]
         except RequestsRejected:
-            self._cut(answer, "refused by a pause", aborts < ledger.aborts or ledger.rejecting > 0)
+            self._cut(answer, "refused by a pause", aborts < self.aborts or self.rejecting > 0)
         except (EngineDead, NotLeader) as error:
             self._cut(answer, "cut off with the gateway", gateway is not self._gateway(), str(error))
         was_cut = not answer.finish
         if answer.finish == "abort":
             ledger.counts["ended by a pause"] += 1
-            if aborts == ledger.aborts and not ledger.rejecting:
+            if aborts == self.aborts and not self.rejecting:
                 ledger.problem(f"{name}: ended by abort without a pause")
-        answer.check(ledger, may_be_short=was_cut or answer.finish == "abort")
+        answer.check(ledger, self.first_version, may_be_short=was_cut or answer.finish == "abort")
         if was_cut:
             await asyncio.sleep(RETRY_S)
         return answer
 
     def _read(self, stream: RequestStream, answer: Answer) -> None:
-        """Take over what the stream has. Raises its error."""
-        for output in stream.take():
+        """Add what the stream has to the answer. Raises the stream's error."""
+        for output in stream.read():
             answer.add(output, self._ledger)
             self._ledger.counts["tokens"] += len(output.token_ids)
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from acceptance.lib.chaos.ledger import Ledger
+from acceptance.lib.chaos.answers import number_of
 from acceptance.lib.chaos.load import Load
 from acceptance.lib.chaos.witness import Witness
+from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import FakeEngines
 from benchmarks.lib.fleet.launcher import EngineLauncher
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
@@ -98,23 +99,24 @@ class Chaos:
             self._context = context_of_many()
             self._witness = Witness(self.launcher.listed, self._context)
             self._witness.start()
+            load = Load(lambda: self.gateway, self.ledger, options.sessions, options.seed, options.scale)
+            self.load = load
             await self._new_gateway()
             await self._until_members(options.replicas)
             first = next(iter((await self._witness.ask(self.launcher.names)).values()))
-            self.ledger.first_version, self._boot_id = first["version"], self.gateway.membership.boot_id
+            load.first_version, self._boot_id = first["version"], self.gateway.membership.boot_id
             self._blocks = first["available_gpu_block_num"]
-            load = Load(lambda: self.gateway, self.ledger, options.sessions, options.seed, options.scale)
-            load.start()
-            self.load = load
+            load.clients.go_on()
             try:
                 for number in range(options.pauses):
                     await self._cycle()
                     if (number + 1) % 50 == 0:
                         self._say(f"{number + 1} pauses, {dict(self.ledger.counts)}")
                 await asyncio.gather(*self._harm)
-                await load.end()
+                await load.clients.rest()
                 await self._check_end()
             finally:
+                await load.clients.close()
                 await self.gateway.close()
                 await self._witness.close()
                 self._context.destroy(linger=0)
@@ -148,7 +150,7 @@ class Chaos:
                 self.ledger.problem(f"{self.load.tokens_so_far() - before} tokens came during a pause ({mode})")
         await asyncio.gather(*(self._resume(hold) for hold in stand))
         await asyncio.gather(*self._updates)
-        self.ledger.rejecting -= len(stand) * (mode == "abort")
+        self.load.rejecting -= len(stand) * (mode == "abort")
         await self._check_members(set())
         await asyncio.sleep(draw.uniform(0.0, options.pace_s))
 
@@ -170,12 +172,12 @@ class Chaos:
 
     async def _pause(self, hold: str, mode: str) -> str:
         """Return the hold if it stands."""
-        draw, ledger = self._draw, self.ledger
+        draw, ledger, load = self._draw, self.ledger, self.load
         on_timeout = draw.choice(("cancel", "keep", "abort")) if mode == "wait" else None
         args = m.PauseArgs(mode, hold_id=hold, timeout_s=0.2, on_timeout=on_timeout)
         aborts = "abort" in (mode, on_timeout)
-        ledger.aborts += aborts
-        ledger.rejecting += aborts
+        load.aborts += aborts
+        load.rejecting += aborts
         began = time.monotonic()
         try:
             report = await self.gateway.call(args)
@@ -184,8 +186,8 @@ class Chaos:
             await self._check_members(set(), {hold})
             return ""
         finally:
-            ledger.aborts += aborts
-            ledger.rejecting -= aborts and mode != "abort"
+            load.aborts += aborts
+            load.rejecting -= aborts and mode != "abort"
         seconds, fenced = time.monotonic() - began, sum(entry["status"] == "fenced" for entry in report["replicas"])
         self.pauses.append(Pause(mode, seconds, self._cycle_harmed, fenced))
         ledger.counts["pauses"] += 1
@@ -208,7 +210,7 @@ class Chaos:
                 raise
             self.ledger.counts["updates not made"] += 1
             return
-        self.ledger.committed = max(self.ledger.committed, report["weight_epoch"])
+        self.load.committed = max(self.load.committed, report["weight_epoch"])
         self.ledger.counts["updates"] += 1
 
     # ------------------------------------------------------------------ checks
@@ -238,7 +240,7 @@ class Chaos:
             expected = (state.weight_epoch, state.fingerprint)
             if (report["weight_epoch"], report["fingerprint"]) != expected:
                 ledger.problem(f"{name}: a member with weights {report['version']!r}, epoch {report['weight_epoch']}")
-            elif report["fingerprint"] != fingerprint_of(ledger.number_of(report["version"])):
+            elif report["fingerprint"] != fingerprint_of(number_of(report["version"], self.load.first_version)):
                 ledger.problem(f"{name}: its weights are not those of its label {report['version']!r}")
         ledger.counts["engines asked"] += len(reports)
         if self.gateway.membership.boot_id != self._boot_id:
@@ -287,13 +289,13 @@ class Chaos:
     # ------------------------------------------------------------------ the gateway
 
     async def _new_gateway(self) -> None:
-        self.ledger.ready.clear()
+        self.load.ready.clear()
         self.gateway = FleetClient(
             self._config, self.launcher, lambda at: ZmqConnector(at.endpoint, context=self._context)
         )
         self.gateway.start()
         await self._until_members(self.options.num_needed)
-        self.ledger.ready.set()
+        self.load.ready.set()
 
     async def _replace_gateway(self) -> None:
         self.ledger.counts["gateways replaced"] += 1

@@ -15,26 +15,28 @@ ENOUGH = 4  # samples after the warm-up that a slope needs
 
 
 class Bound(NamedTuple):
-    """A quantity grows if its slope is above ``per_1000`` in 1,000 cycles, and if it has grown by more than ``noise``
-    from the first to the last sample of the fitted line. cycles: a shorter line says nothing. Memory settles slowly: so
-    that of a process which is killed early is judged by a run without kills only."""
+    """A quantity, by its name in tables, grows if its slope is above ``per_1000`` in 1,000 cycles, and if it has grown
+    by more than ``noise`` from the first to the last sample of the fitted line. cycles: a shorter line says nothing.
+    Memory settles slowly: a run without kills alone shows whether that of a process which is killed early grows."""
 
+    name: str
     per_1000: float
     noise: float
     cycles: int = 0
 
 
 BOUNDS = {
-    "rss_mb": Bound(40.0, 8.0, 150),
-    "pss_mb": Bound(40.0, 8.0, 150),
-    "threads": Bound(5.0, 2.5),
-    "files": Bound(5.0, 2.9),
-    "sockets": Bound(20.0, 16.0),
-    "folder_files": Bound(5.0, 2.5),
-    "folder_mb": Bound(40.0, 140.0),  # from its first upload on, each API server keeps two files of 64 MiB
-    "shm_files": Bound(2.0, 1.5),
-    "shm_mb": Bound(5.0, 3.0),
-    "kv_blocks": Bound(0.0, 0.0),
+    "rss_mb": Bound("resident memory, MB", 40.0, 8.0, 150),
+    "pss_mb": Bound("proportional memory, MB", 40.0, 8.0, 150),
+    "threads": Bound("threads", 5.0, 2.5),
+    "files": Bound("open files", 5.0, 2.9),
+    "sockets": Bound("open sockets", 20.0, 16.0),
+    "folder_files": Bound("files", 5.0, 2.5),
+    # From its first upload on, each API server keeps two files of 64 MiB.
+    "folder_mb": Bound("bytes of files, MB", 40.0, 140.0),
+    "shm_files": Bound("segments", 2.0, 1.5),
+    "shm_mb": Bound("bytes of segments, MB", 5.0, 3.0),
+    "kv_blocks": Bound("KV blocks in use", 0.0, 0.0),
 }
 
 
@@ -77,9 +79,6 @@ class Samples:
             series = self._series.setdefault(key, Series(role, pid, quantity, [], []))
             series.cycles.append(cycle)
             series.values.append(value)
-
-    def series(self) -> Iterable[Series]:
-        return self._series.values()
 
     def problems(self) -> list[str]:
         """Return what grows."""

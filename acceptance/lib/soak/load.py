@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -13,9 +14,11 @@ from typing import Any
 import httpx
 import numpy as np
 
+from acceptance.lib.ledger import Ledger
 from acceptance.lib.soak import plan
-from acceptance.lib.soak.ledger import Ledger
 from acceptance.lib.soak.versions import Witness
+from benchmarks.lib.client import FAILURES, Client, Reply
+from benchmarks.lib.workload import Clients
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.rollout import Rollout
@@ -38,46 +41,24 @@ class Attempt:
 
 
 class Load:
-    """Keeps ``in_flight`` rollouts running until :meth:`rest`.
-
-    done: rollouts since the last call of :meth:`take`. boot_id: of the engine that answered last."""
+    """Keeps ``in_flight`` rollouts running while ``clients`` go on. ended: rollouts of the base weights that have ended
+    since somebody emptied it."""
 
     def __init__(self, url: str, seed: int, in_flight: int, ledger: Ledger):
         self._seed, self._ledger = seed, ledger
         self._client = RolloutClient(url, timeout_s=3600.0, max_failures=PATIENCE, control_s=300.0)
         # The ids and bodies of all attempts are needed to read their results back.
-        self._client._http.event_hooks = {"request": [self._on_request], "response": [self._on_response]}
-        self._http = httpx.AsyncClient(base_url=url, timeout=120, trust_env=False)
+        self._client.connection.http.event_hooks = {"request": [self._on_request], "response": [self._on_response]}
+        self._wire = Client(url)
         self._attempts: dict[str, list[Attempt]] = defaultdict(list)
         self._prompt_tokens: dict[str, int] = {}
         self._numbers = count()
-        self._may_run = asyncio.Event()
-        self._done: list[Witness] = []
-        self._all_rest = asyncio.Event()
-        self._active = 0
-        self._workers = [asyncio.create_task(self._work()) for _ in range(in_flight)]
+        self.ended: list[Witness] = []
+        self.clients = Clients(in_flight, self._one)
 
     async def close(self) -> None:
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await self.clients.close()
         await self._client.close()
-        await self._http.aclose()
-
-    def go_on(self) -> None:
-        self._may_run.set()
-
-    async def rest(self) -> None:
-        """Start no more rollouts, and return when none is left."""
-        self._may_run.clear()
-        while self._active:
-            self._all_rest.clear()
-            await self._all_rest.wait()
-
-    def take(self) -> list[Witness]:
-        """Return the rollouts of the base weights that have ended since the last call."""
-        done, self._done = self._done, []
-        return done
 
     def open_rollouts(self) -> list[str]:
         """Return the last attempt of each rollout that runs, for a report of what hangs."""
@@ -94,32 +75,36 @@ class Load:
         await asyncio.gather(*(self._rollout(f"adapter-{prompt.number}", prompt, lora_name) for prompt in prompts))
         await self._client.unload_adapter(lora_name)
 
-    async def _work(self) -> None:
-        while True:
-            await self._may_run.wait()
-            number = next(self._numbers)
-            await self._rollout(f"rollout-{number}", plan.prompt(self._seed, number), None)
+    async def _one(self, client: int) -> None:
+        number = next(self._numbers)
+        await self._rollout(f"rollout-{number}", plan.prompt(self._seed, number), None)
 
     async def _rollout(self, name: str, prompt: plan.Prompt, lora_name: str | None) -> None:
-        self._active += 1
+        self._ledger.begin(name)
         try:
-            self._ledger.begin(name)
             self._prompt_tokens[name] = len(prompt.ids)
             began = time.monotonic()
             params = prompt.params | {"retain_s": RETAIN_S}
             rollout = await self._client.generate(prompt.ids, params, request_id=name, lora_name=lora_name)
             ended = time.monotonic()
             await self._read_back(self._attempts[name], rollout)
-            self._ledger.accept(name, rollout, prompt.params["max_tokens"])
+            self._accept(name, rollout, prompt.params["max_tokens"])
             if lora_name is None:
-                self._done.append(Witness(name, rollout, began, ended, prompt.params["temperature"] == 0))
+                self.ended.append(Witness(name, rollout, began, ended, prompt.params["temperature"] == 0))
         except (FastDeployError, httpx.TransportError, TimeoutError) as error:
-            self._ledger.problems.append(f"{name}: {type(error).__name__}: {error}")
+            self._ledger.problem(f"{name}: {type(error).__name__}: {error}")
         finally:
             self._attempts.pop(name, None)
             self._prompt_tokens.pop(name, None)
-            self._active -= 1
-            self._all_rest.set()
+
+    def _accept(self, name: str, rollout: Rollout, want: int) -> None:
+        """Record the final output of a rollout that must have ``want`` tokens."""
+        tokens, logprobs = len(rollout.token_ids), rollout.logprobs
+        self._ledger.accept(name, rollout.spans, tokens)
+        if rollout.finish_reason != "length" or tokens != want:
+            self._ledger.problem(f"{name}: {tokens} tokens and {rollout.finish_reason!r}, expected {want} and 'length'")
+        if logprobs is None or len(logprobs) != tokens:
+            self._ledger.problem(f"{name}: not one logprob for each of {tokens} tokens")
 
     # ------------------------------------------------------------------ attempts
 
@@ -147,27 +132,23 @@ class Load:
         for attempt in earlier:
             received = rollout.token_ids[attempt.start : ends[attempt.request_id]]
             reply = await self._until_answered("/v1/completions", attempt.body | {"stream": False})
-            if reply.status_code == 410:  # its engine was killed
+            if reply.status == 410:  # its engine was killed
                 self._ledger.lost_results += 1
-                continue
-            found = reply.json()
-            if reply.status_code != 200:
-                self._ledger.problems.append(f"{attempt.request_id}: read back: {reply.status_code} {reply.text[:200]}")
-                continue
-            kept = found["choices"][0]["token_ids"]
-            self._ledger.read_back(attempt.request_id, found["system_fingerprint"], received, kept)
+            elif reply.status != 200:
+                self._ledger.problem(f"{attempt.request_id}: read back: {reply.status} {str(reply.body)[:200]}")
+            else:
+                kept = reply.body["choices"][0]["token_ids"]
+                self._ledger.read_back(attempt.request_id, reply.body["system_fingerprint"], received, kept)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._until_answered("/v1/abort_requests", {"req_ids": request_ids})
 
-    async def _until_answered(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def _until_answered(self, path: str, body: dict[str, Any]) -> Reply:
         """Make a call until a live engine answers it."""
         async with asyncio.timeout(READ_BACK_S):
             while True:
-                try:
-                    reply = await self._http.post(path, json=body)
-                    if reply.status_code < 500 and reply.status_code != 429:
+                with contextlib.suppress(*FAILURES):
+                    reply = await self._wire.call("POST", path, body)
+                    if reply.status < 500 and reply.status != 429:
                         return reply
-                except httpx.TransportError:
-                    pass
                 await asyncio.sleep(0.2)

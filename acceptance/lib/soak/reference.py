@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from acceptance.lib.soak.policy import Policy
-from benchmarks.lib.perturb import WEIGHTS
-from benchmarks.lib.random_tensors import to_bfloat16
+from benchmarks.lib.tensors import WEIGHTS, to_bfloat16
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.state_encoding import HostTensor, write_folder

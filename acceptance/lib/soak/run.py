@@ -7,16 +7,15 @@ import json
 import os
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from acceptance.lib.ledger import Ledger
 from acceptance.lib.soak import plan
 from acceptance.lib.soak.children import LineProcess
 from acceptance.lib.soak.flat import Samples, files_under, process_holds
-from acceptance.lib.soak.ledger import Ledger
 from acceptance.lib.soak.load import Load
 from acceptance.lib.soak.served import MAX_NUM_SEQS, Server, segments
 from acceptance.lib.soak.versions import Versions, Witness
@@ -56,19 +55,18 @@ class Soak:
     options: Options
     folder: Path
     say: Callable[[str], None]
-    seen: Counter[str] = field(default_factory=Counter)
     samples: Samples = field(default_factory=Samples)
     ledger: Ledger = field(default_factory=Ledger)
-    versions: Versions = field(default_factory=Versions)
-    problems: list[str] = field(default_factory=list)
     cycle: int = 0
     _engines: dict[str, int] = field(default_factory=dict)  # boot_id -> last count of its tokens
     _killed: dict[str, int] = field(default_factory=dict)  # the same of engines that were killed since the last audit
-    _witnesses: list[Witness] = field(default_factory=list)
     _kv_blocks: float | None = None
     _retained_mb: dict[int, float] = field(default_factory=dict)  # engine's pid -> most that its results have taken
     _trainer_pids: set[int] = field(default_factory=set)
     _may_fail: bool = False  # a process was killed in this cycle
+
+    def __post_init__(self) -> None:
+        self.versions, self.seen = Versions(self.ledger), self.ledger.counts
 
     async def run(self) -> dict[str, Any]:
         """Return the report. ``problems`` in it is empty if every check held."""
@@ -79,10 +77,9 @@ class Soak:
         seed = str(self.options.seed)
         trainer = [self.server.url, str(self.folder / "published"), seed]
         self.trainer = LineProcess("acceptance.lib.soak.trainer", trainer, self.folder / "trainer.log")
-        threads = {"FASTDEPLOY_CPU_THREADS": "1"}
         reference = [str(self.folder / "reference"), seed]
         log = self.folder / "reference.log"
-        self.reference = LineProcess("acceptance.lib.soak.reference", reference, log, threads)
+        self.reference = LineProcess("acceptance.lib.soak.reference", reference, log, threads=1)
         self.load: Load | None = None
         ticker = asyncio.create_task(self._tell_each_minute(began))
         try:
@@ -91,12 +88,13 @@ class Soak:
             await self._end()
         except Exception as error:  # whatever it is, the run has not shown that all is well
             traceback.print_exception(error)
-            self.problems += [f"cycle {self.cycle}: {type(leaf).__name__}: {leaf}" for leaf in leaves(error)]
+            for leaf in leaves(error):
+                self.ledger.problem(f"cycle {self.cycle}: {type(leaf).__name__}: {leaf}")
         finally:
             ticker.cancel()
             await self._close()
-        self.problems += [p for p in self.ledger.problems + self.versions.problems if p not in self.problems]
-        self.problems += self.samples.problems()
+        for problem in self.samples.problems():
+            self.ledger.problem(problem)
         return self._report(time.monotonic() - began)
 
     # ------------------------------------------------------------------ begin and end
@@ -105,14 +103,14 @@ class Soak:
         await self.reference.start()
         await self.server.wait_ready()
         await self._start_trainer()
-        weights = await self.server.get("/v1/weights")
+        weights = await self.server.client.get("/v1/weights")
         self.versions.first_boot, self.versions.first_version = weights["boot_id"], str(weights["version"])
         self.load = Load(self.server.url, self.options.seed, self.options.in_flight, self.ledger)
-        self.load.go_on()
+        self.load.clients.go_on()
 
     async def _start_trainer(self) -> None:
         await self.trainer.start()
-        self._trainer_pids.add(self.trainer.pid)
+        self._trainer_pids.add(self.trainer.process.pid)
 
     async def _cycles(self, began: float) -> None:
         cycles, minutes = self.options.cycles, self.options.minutes
@@ -136,12 +134,13 @@ class Soak:
             await self.load.close()
         await self.trainer.close()
         await self.reference.close()
-        if self.problems:
+        if self.ledger.problems:
             self.server.kill_all()
             return
-        self.problems += await self.server.close()
+        for problem in await self.server.close():
+            self.ledger.problem(problem)
         if left := segments(self._trainer_pids):
-            self.problems.append(f"shared memory is left: {[path.name for path in left]}")
+            self.ledger.problem(f"shared memory is left: {[path.name for path in left]}")
 
     # ------------------------------------------------------------------ one cycle
 
@@ -157,7 +156,7 @@ class Soak:
         await self.server.whole()
         if not self.trainer.runs:  # killed when it had made the cycle
             await self._start_trainer()
-        while str((await self.server.get("/v1/weights"))["version"]) != str(cycle.number + 1):
+        while str((await self.server.client.get("/v1/weights"))["version"]) != str(cycle.number + 1):
             await self._train(cycle)  # the engine was killed after its commit
 
     async def _train(self, cycle: plan.Cycle) -> None:
@@ -165,8 +164,7 @@ class Soak:
         while True:
             if not self.trainer.runs:
                 await self._start_trainer()
-            await self.trainer.ask(str(cycle.number))
-            async for event in self.trainer.answers():
+            async for event in self.trainer.ask(str(cycle.number)):
                 self._note(event, cycle)
                 if event["kind"] == "done":
                     return
@@ -182,7 +180,7 @@ class Soak:
             self.seen[f"published {cycle.mode or 'live'}, kv={cycle.kv}"] += 1
             self.seen[f"published by {cycle.via}"] += 1
         elif event["kind"] == "failed":
-            self.seen[f"failed: {event['code']} {' '.join(event['causes'])}".strip()] += 1
+            self.seen[f"failed: {event['code']}"] += 1
             if not self._may_fail:
                 raise Broken(f"the trainer's call failed without a kill: {event}")
         else:
@@ -207,7 +205,7 @@ class Soak:
         if victim == "trainer":
             await self.trainer.kill()
         elif victim == "engine":
-            boot_id = (await self.server.get("/v1/is_paused"))["boot_id"]
+            boot_id = (await self.server.client.get("/v1/is_paused"))["boot_id"]
             self._killed[boot_id] = int((await self.server.metrics())["generation_tokens_total"])
             self.server.kill("engine", 0)
         else:
@@ -221,14 +219,15 @@ class Soak:
         assert self.load is not None
         try:
             async with asyncio.timeout(REST_S):
-                await self.load.rest()
+                await self.load.clients.rest()
         except TimeoutError:
             raise Broken(f"rollouts do not end: {self.load.open_rollouts()}") from None
         metrics = await self._idle_metrics()
-        weights = await self.server.get("/v1/weights")
+        weights = await self.server.client.get("/v1/weights")
         await self._check_idle_state(weights, metrics)
         self._check_tokens(weights["boot_id"], int(metrics["generation_tokens_total"]))
-        now, done = time.monotonic(), self.load.take()
+        now, done = time.monotonic(), self.load.ended
+        self.load.ended = []
         for witness in done:
             self.versions.check(witness)
         self.versions.forget_before(now)
@@ -237,9 +236,9 @@ class Soak:
         self._sample(metrics)
         await self._compare(done)
         self.seen["audits"] += 1
-        if found := self.ledger.problems + self.versions.problems:
+        if found := self.ledger.problems:
             raise Broken(f"{len(found)} problems: {found[0]}")
-        self.load.go_on()
+        self.load.clients.go_on()
 
     async def _idle_metrics(self) -> dict[str, float]:
         end = time.monotonic() + IDLE_S
@@ -257,7 +256,7 @@ class Soak:
         hold ends by its ttl."""
 
         async def holds() -> list[Any]:
-            found: list[Any] = (await self.server.get("/v1/is_paused"))["holds"]
+            found: list[Any] = (await self.server.client.get("/v1/is_paused"))["holds"]
             return found
 
         end = time.monotonic() + IDLE_S
@@ -286,7 +285,7 @@ class Soak:
         self._engines[boot_id] = generated
 
     def _sample(self, metrics: dict[str, float]) -> None:
-        processes = [*self.server.pids(), ("trainer", self.trainer.pid), ("clients", os.getpid())]
+        processes = [*self.server.pids(), ("trainer", self.trainer.process.pid), ("clients", os.getpid())]
         for role, pid in processes:
             holds = process_holds(pid)
             if role == "engine":  # results that are kept for retain_s are no leak; freed memory is used again
@@ -308,8 +307,7 @@ class Soak:
             rollout, version = witness.rollout, witness.rollout.spans[0].version
             step = 0 if version == self.versions.first_version else int(version)
             question = {"step": step, "prompt": rollout.prompt_ids, "tokens": len(rollout.token_ids)}
-            await self.reference.ask(json.dumps(question))
-            expected = await asyncio.wait_for(self.reference.answer(), CYCLE_S)
+            expected = await asyncio.wait_for(anext(self.reference.ask(json.dumps(question))), CYCLE_S)
             self.seen["tokens compared"] += len(expected)
             if expected != rollout.token_ids:
                 first = next(i for i, (a, b) in enumerate(zip(expected, rollout.token_ids, strict=True)) if a != b)
@@ -332,7 +330,7 @@ class Soak:
         return {
             "options": vars(self.options),
             "seconds": round(seconds, 1),
-            "problems": self.problems,
+            "problems": self.ledger.problems,
             "seen": dict(sorted(self.seen.items())),
             "ledger": {
                 "engines": len(self._engines),

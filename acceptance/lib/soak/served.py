@@ -6,15 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from acceptance.lib.soak.children import ROOT
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.client import Client
+from benchmarks.lib.processes import ServerProcess, command_words, send_all
 
 MODULES = {
     "engine": "fastdeploy.entrypoints.engine_main",
@@ -44,16 +41,13 @@ class Server:
         environment = {"FASTDEPLOY_CHECK_INTEGRITY": "1", "TMPDIR": temporary, "PYTHONPATH": python_path}
         self._process = ServerProcess(command, folder, environment)
         self.url, self.log, self.ipc = self._process.url, self._process.log, self._process.ipc
-        # Each call has a connection of its own, so that any API server may get it.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False, limits=limits)
+        self.client = Client(self.url)
 
     async def wait_ready(self) -> None:
         await self._process.wait_ready(READY_S)
 
     async def close(self) -> list[str]:
         """Stop the server. Return what was wrong with its end: its status, and the files that it has left."""
-        await self._http.aclose()
         code, _ = await asyncio.to_thread(self._process.stop, 30.0)
         left = [str(p) for top in (*self.folders.values(), self.ipc) for p in top.rglob("*")]
         problems = [] if code == 0 else [f"the server ended with status {code}"]
@@ -67,59 +61,29 @@ class Server:
 
     def pids(self) -> list[tuple[str, int]]:
         """Return role and id of every process of the server."""
-        found = []
-        for pid in self._process.processes():
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            found += [(role, pid) for role, module in MODULES.items() if module in words]
-        return found
-
-    def pids_of(self, role: str) -> list[int]:
-        return [pid for name, pid in self.pids() if name == role]
+        words = [(pid, command_words(pid)) for pid in self._process.processes()]
+        return [(role, pid) for pid, command in words for role, module in MODULES.items() if module in command]
 
     def kill(self, role: str, number: int) -> None:
         """Kill the process ``number`` of a role, without a chance to clean up."""
-        pids = self.pids_of(role)
-        if pids:
-            os.kill(pids[number % len(pids)], signal.SIGKILL)
+        if pids := [pid for name, pid in self.pids() if name == role]:
+            send_all([pids[number % len(pids)]], signal.SIGKILL)
 
     async def whole(self) -> None:
         """Return when all processes are there and an engine answers. Raises TimeoutError."""
         counts = {"engine": 1, "api": WORKERS, "supervisor": 1}
 
-        def is_whole() -> bool:
-            roles = [role for role, _ in self.pids()]
-            return all(roles.count(role) == count for role, count in counts.items())
-
-        await until(is_whole, READY_S, "all processes of the server run")
+        async with asyncio.timeout(READY_S):
+            while Counter(role for role, _ in self.pids()) != counts:
+                await asyncio.sleep(0.05)
         await self.wait_ready()
 
-    # ------------------------------------------------------------------ state
-
-    async def get(self, path: str) -> Any:
-        """Return the result of a control route that reads. Raises httpx.HTTPError."""
-        reply = (await self._http.get(path)).raise_for_status().json()
-        return reply.get("result", reply)
-
     async def metrics(self) -> dict[str, float]:
-        """Return all metrics without labels, by their name. Raises httpx.HTTPError."""
-        text = (await self._http.get("/metrics")).raise_for_status().text
-        lines = [line.split() for line in text.split("\n") if line.startswith("fastdeploy:") and "{" not in line]
-        return {name.removeprefix("fastdeploy:"): float(value) for name, value in lines}
+        """Return all metrics, by their name. Raises as ``Client.get``."""
+        return {name.removeprefix("fastdeploy:"): value for name, value in (await self.client.metrics()).items()}
 
 
 def segments(pids: set[int]) -> list[Path]:
     """Return the shared memory segments that processes of these ids have made for weights."""
     found = Path("/dev/shm").glob("fastdeploy-weights-*")
     return [path for path in found if path.name.split("-")[2] in map(str, pids)]
-
-
-async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``condition`` is true: a state of other processes that nobody tells. Raises TimeoutError."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"after {seconds:g} s still not: {what}")
-        await asyncio.sleep(0.05)

@@ -23,7 +23,6 @@ from acceptance.lib.soak import plan
 from acceptance.lib.soak.policy import Policy
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.sync_client import SyncRolloutClient
 
 HOLD_TTL_S = 15.0  # a killed trainer leaves its hold for so long
@@ -85,9 +84,9 @@ class Trainer:
             **options,
         )
         self._served = version
-        report = done.reports[0].unwrap()
-        sent = "partial" if partial else "delta" if done.deltas else "whole"
-        say("published", version=version, boot_id=report["boot_id"], weight_epoch=report["weight_epoch"], sent=sent)
+        commit = done.report
+        sent = "partial" if partial else "delta" if done.is_delta else "whole"
+        say("published", version=version, boot_id=commit["boot_id"], weight_epoch=commit["weight_epoch"], sent=sent)
 
     def _publish_whole(self, cycle: plan.Cycle) -> None:
         """Publish until it succeeds."""
@@ -102,8 +101,7 @@ class Trainer:
                     raise
 
     def _failed(self, error: FastDeployError) -> None:
-        reports = error.reports if isinstance(error, FleetError) else []
-        say("failed", code=error.code, causes=[r.error.code for r in reports if r.error is not None])
+        say("failed", code=error.code)
 
     def _recover(self) -> None:
         """Wait until an engine answers, end the weight session of a dead trainer, and wake what that has put to

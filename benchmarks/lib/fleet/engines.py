@@ -1,28 +1,60 @@
-"""Engines in processes of their own, on a runner that sleeps. They can be killed, stopped, slowed and restarted."""
+"""Engines in processes of their own, on a runner that sleeps. They can be killed, stopped, slowed and restarted.
+
+They are forked from a process that has imported all that an engine needs, so one starts in a few milliseconds.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import ctypes
+import gc
+import logging
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
+import uuid
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.lib.fleet.nursery import FACTOR, EngineOrder
-from benchmarks.lib.fleet.runner import Costs
+from benchmarks.lib.fleet.runner import Costs, SleepingRunner
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import collect_rarely
+from fastdeploy.engine.common_engine import CommonEngine
+from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 60.0  # for imports on a busy machine
+PR_SET_PDEATHSIG = 1
+SPAWN = multiprocessing.get_context("forkserver")
+
+
+class EngineOrder(msgspec.Struct, frozen=True):
+    """An engine to start. log: see RetainedLog."""
+
+    number: int
+    endpoint: str
+    log: str
+    costs: Costs
+    config: EngineConfig
+
+
+def run_engine(order: EngineOrder, slowness: Any, bound: Any) -> None:
+    """Run an engine until its process is killed. slowness: of each engine, by number. bound: released when the engine
+    has bound its socket."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the process that it was forked from
+    logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
+    runner = SleepingRunner(order.costs, lambda: slowness[order.number])
+    transport = ZmqRouterTransport(order.endpoint)
+    engine = CommonEngine(order.config, runner, transport, uuid.uuid4().hex, retained_log=RetainedLog(order.log))
+    collect_rarely()
+    bound.release()
+    engine.run()
 
 
 class FakeEngines:
@@ -34,27 +66,17 @@ class FakeEngines:
         self._folder = tempfile.TemporaryDirectory(prefix="fastdeploy-engines-")
         self._lock = threading.Lock()
         self._orders: list[EngineOrder] = []
-        self._pidfds: list[int | None] = []
-        self._nursery: subprocess.Popen[bytes] | None = None
-        self._answers = b""
+        self._processes: dict[int, BaseProcess] = {}
+        self._bound = SPAWN.Semaphore(0)
 
     def start(self, num: int, **settings: Any) -> list[Placement]:
         """Start engines 0 to num - 1, and wait until each has bound its socket. settings: of EngineConfig."""
         folder = self._folder.name
-        factors = Path(folder) / "factors"
-        factors.write_bytes(FACTOR.pack(1.0) * num)
-        with factors.open("r+b") as file:
-            self._factors = mmap.mmap(file.fileno(), 0)
         config = EngineConfig(**{"model": "sleeping", "model_roots": ("/",), **settings})
+        self._slowness = SPAWN.RawArray("d", [1.0] * num)
         self._orders = [
-            EngineOrder(i, f"ipc://{folder}/{i}.sock", str(factors), f"{folder}/{i}.log", self._costs, config)
-            for i in range(num)
+            EngineOrder(i, f"ipc://{folder}/{i}.sock", f"{folder}/{i}.log", self._costs, config) for i in range(num)
         ]
-        self._pidfds = [None] * num
-        command = [sys.executable, "-m", "benchmarks.lib.fleet.nursery"]
-        self._nursery = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
-        )
         with self._lock:
             self._launch(range(num))
         return [
@@ -63,33 +85,18 @@ class FakeEngines:
         ]
 
     def _launch(self, numbers: range | list[int]) -> None:
-        assert self._nursery is not None and self._nursery.stdin is not None
         for number in numbers:
-            self._nursery.stdin.write(msgspec.json.encode(self._orders[number]) + b"\n")
-        self._nursery.stdin.flush()
+            arguments = (self._orders[number], self._slowness, self._bound)
+            self._processes[number] = SPAWN.Process(target=run_engine, args=arguments, daemon=True)
+            self._processes[number].start()
         for _ in numbers:
-            number, pid = map(int, self._answer().split())
-            self._pidfds[number] = os.pidfd_open(pid)
-
-    def _answer(self) -> bytes:
-        """Return the next line of the nursery's stdout. Raises RuntimeError if none comes."""
-        assert self._nursery is not None and self._nursery.stdout is not None
-        while b"\n" not in self._answers:
-            ready = select.select([self._nursery.stdout], [], [], START_S)[0]
-            more = os.read(self._nursery.stdout.fileno(), 65536) if ready else b""
-            if not more:
+            if not self._bound.acquire(timeout=START_S):
                 raise RuntimeError("a fake engine did not start")
-            self._answers += more
-        line, _, self._answers = self._answers.partition(b"\n")
-        return line
 
     def kill(self, i: int) -> None:
         """Kill engine i, and return when its process has ended. No effect if it has ended."""
-        if (pidfd := self._pidfds[i]) is not None:
-            self._signal(i, signal.SIGKILL)
-            select.select([pidfd], [], [])
-            os.close(pidfd)
-            self._pidfds[i] = None
+        self._processes[i].kill()
+        self._processes[i].join()
 
     def stop(self, i: int) -> None:
         """Stop the process of engine i, which lives, until :meth:`cont`."""
@@ -102,7 +109,7 @@ class FakeEngines:
     def slow(self, i: int, factor: float) -> None:
         """Let each later step of engine i take ``factor`` times its time. 1 = as before. A restart does not change the
         factor."""
-        FACTOR.pack_into(self._factors, i * FACTOR.size, factor)
+        self._slowness[i] = factor
 
     def restart(self, i: int) -> None:
         """Kill engine i if it lives, and start a new one at its endpoint: with the first weights, and no requests."""
@@ -112,27 +119,19 @@ class FakeEngines:
 
     def alive(self, i: int) -> bool:
         """Return whether the process of engine i has not ended. It may be stopped."""
-        pidfd = self._pidfds[i]
-        return pidfd is not None and not select.select([pidfd], [], [], 0)[0]
+        return self._processes[i].is_alive()
 
     def _signal(self, i: int, number: signal.Signals) -> None:
-        pidfd = self._pidfds[i]
-        assert pidfd is not None, f"engine {i} was killed"
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            signal.pidfd_send_signal(pidfd, number)
+        process = self._processes[i]
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         """Kill all engines."""
-        if self._nursery is not None:
-            assert self._nursery.stdin is not None and self._nursery.stdout is not None
-            self._nursery.stdin.close()  # then it kills its group, itself too
-            self._nursery.wait()
-            self._nursery.stdout.close()
-            self._nursery = None
-        for i, pidfd in enumerate(self._pidfds):
-            if pidfd is not None:
-                os.close(pidfd)
-                self._pidfds[i] = None
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
         self._folder.cleanup()
 
     def __enter__(self) -> FakeEngines:
@@ -140,3 +139,11 @@ class FakeEngines:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+if multiprocessing.parent_process() is None:  # here, and not in the process that engines are forked from
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The engine itself, and what the programs import, since each process imports the module that was run.
+    SPAWN.set_forkserver_preload([__name__, "uvloop", "benchmarks.lib.report", "fastdeploy.fleet.client"])
+else:
+    gc.freeze()

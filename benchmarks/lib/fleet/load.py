@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, fields
 
 from benchmarks.lib.fleet.loads import Session
+from benchmarks.lib.report import percentile
 from fastdeploy.client.request_stream import Reader
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ class Figures:
     recomputed: float
 
 
-async def run_session(client: FleetClient, session: Session, adapter: str = "") -> Outcome:
+async def run_session(client: FleetClient, session: Session) -> Outcome:
     """Run a session to its end. Raises AssertionError for an answer that is too short."""
     await asyncio.sleep(session.start_s)
     now = asyncio.get_running_loop().time
@@ -47,7 +48,7 @@ async def run_session(client: FleetClient, session: Session, adapter: str = "") 
     for k, turn in enumerate(session.turns):
         prompt = history + turn.new_tokens
         sampling = SamplingParams(max_tokens=turn.answer, temperature=0.0, ignore_eos=True)
-        request = AddRequest(f"{session.name}-{k}", prompt, sampling, session=session.name, adapter=adapter)
+        request = AddRequest(f"{session.name}-{k}", prompt, sampling, session=session.name)
         answer, cached = await generate(client, request)
         assert len(answer) == turn.answer, f"{session.name}: {len(answer)} tokens instead of {turn.answer}"
         outcome.prompts += len(prompt)
@@ -66,7 +67,7 @@ async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int],
     with await client.submit(request, Reader(for_tokens=False)) as stream:
         while not ended:
             await stream.reader.wait()
-            for output in stream.take():
+            for output in stream.read():
                 tokens += output.token_ids
                 cached += output.cached_tokens
                 ended = output.finish_reason is not None
@@ -81,17 +82,13 @@ def figures_of(outcomes: list[Outcome]) -> Figures:
     known, hits = sum(o.known for o in outcomes), sum(o.hits for o in outcomes)
     return Figures(
         longest_s=durations[-1],
-        p99_s=_p99(durations),
+        p99_s=percentile(durations, 99),
         mean_s=statistics.mean(durations),
         short_mean_s=statistics.mean(short),
-        short_p99_s=_p99(short),
+        short_p99_s=percentile(short, 99),
         hit_rate=hits / max(known, 1),
         recomputed=known - hits,
     )
-
-
-def _p99(ordered: list[float]) -> float:
-    return ordered[int(0.99 * (len(ordered) - 1))]
 
 
 def median_of(runs: list[Figures]) -> Figures:

@@ -1,7 +1,7 @@
 """Loads of sessions for benchmarks of routing. All numbers are drawn from a seed.
 
 rollouts: the rollout of a GRPO step with tools, 64 sessions for each replica, which shares its memory with a trainer.
-Eight samples of each prompt begin at once. small rollouts: 16 sessions for each replica. Public traces give the shape:
+Eight samples of each prompt begin at once. Public traces give the shape:
 the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079), sessions
 of coding agents have 3 to more than 1,000 requests with about 150 output tokens (semianalysisai/cc-traces on Hugging
 Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999). The answers of rollouts have 75 tokens
@@ -111,7 +111,6 @@ def _prompt(draw: random.Random, length: int) -> list[int]:
 
 LOADS = {
     "rollouts": Load(partial(make_rollouts, prompts=32, answer=50), 4, COSTS, ENGINE),
-    "small rollouts": Load(partial(make_rollouts, prompts=16, answer=120), 8, COSTS, ENGINE),
     "agents": Load(partial(make_agents, num=160), 8, replace(COSTS, num_blocks=6000), ENGINE),
     "crowded agents": Load(partial(make_agents, num=200), 8, COSTS, ENGINE),
 }

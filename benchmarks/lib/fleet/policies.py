@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import random
 from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import count
@@ -60,23 +59,11 @@ class OrderedHashing(ConsistentHashing):
         return Router.seen(self, request)
 
 
-class TwoChoices(_Policy):
-    """The less loaded of two random replicas, for each request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._draw = random.Random(0)
-
-    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
-        return min(self._draw.sample(replicas, min(2, len(replicas))), key=lambda replica: replica.in_flight)
-
-
 POLICIES: dict[str, type[Router]] = {
     "ours": Router,
     "round robin": RoundRobin,
     "consistent hashing": ConsistentHashing,
     "hashing, our order": OrderedHashing,
-    "two choices": TwoChoices,
 }
 
 

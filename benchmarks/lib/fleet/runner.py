@@ -14,12 +14,11 @@ import msgspec
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
+from fastdeploy.core.runner import AdapterStaging, ModelInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
 
 EOS = 0
 POLL_S = 0.005  # a step looks for messages so often; a layer of a large model takes about as long
-ADAPTER_BYTES = 1 << 20
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,9 +49,9 @@ def checksum(token_ids: Sequence[int], before: int = 0) -> int:
     return zlib.crc32(array("i", token_ids).tobytes(), before)
 
 
-def next_token(known: int, weights: int, vocab_size: int = 1000, adapter: int = 0) -> int:
+def next_token(known: int, weights: int, vocab_size: int = 1000) -> int:
     """Return the token that the weights sample after a sequence with the checksum ``known``. Never EOS."""
-    return 1 + zlib.crc32(b"%d %d" % (weights, adapter), known) % (vocab_size - 1)
+    return 1 + zlib.crc32(b"%d" % weights, known) % (vocab_size - 1)
 
 
 def expected_tokens(prompt: Sequence[int], count: int, weights: int = 0, vocab_size: int = 1000) -> list[int]:
@@ -73,14 +72,14 @@ class SleepingStaging:
 
     def add(
         self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False, form: PartFormat = PLAIN
-    ) -> ChunkReceipt:
+    ) -> PartReceipt:
         name = source.name if isinstance(source, SharedMemorySource) else Path(source.path).name
         if not isinstance(source, SharedMemorySource) and Path(source.path).is_file():  # written by ``export``
             name = Path(source.path).read_text()
         if not form.is_plain or not name.startswith("w") or not name[1:].isdigit() or self.abandoned:
             raise WeightUpdateRefused(f"{name}: expected the name w<number>")
         self._weights = int(name[1:])
-        return ChunkReceipt(1, 4)
+        return PartReceipt(1, 4)
 
     def finish(self) -> Staged:
         if self._weights is None:
@@ -89,22 +88,6 @@ class SleepingStaging:
 
     def abandon(self) -> None:
         self.abandoned = True
-
-
-class SleepingAdapterStaging:
-    """The tensors of a folder are the text "a<k>", for the adapter k."""
-
-    _number = 0
-
-    def read(self, path: str) -> AdapterInfo:
-        content = (Path(path) / "adapter_model.safetensors").read_text()
-        if not content.startswith("a") or not content[1:].isdigit():
-            raise WeightUpdateRefused("adapter_model.safetensors: expected the text a<number>")
-        self._number = int(content[1:])
-        return AdapterInfo(8, ADAPTER_BYTES, content)
-
-    def finish(self) -> int:
-        return self._number
 
 
 class NoMove:
@@ -133,7 +116,6 @@ class SleepingRunner:
         self.has_weights = True
         self.asleep: frozenset[str] = frozenset()
         self.standby_nbytes = 0
-        self._adapters: dict[int, int] = {}
         self._known: dict[int, tuple[NewSequence, int]] = {}  # by number of the sequence: its checksum
 
     @property
@@ -167,11 +149,10 @@ class SleepingRunner:
     def _sample(self, chunk: ScheduledChunk, new: NewSequence, known: int) -> Sampled | None:
         if not chunk.sample:
             return None
-        adapter = self._adapters[chunk.served.adapter] if chunk.served.adapter else 0
-        token = next_token(known, self.weights, self.info.vocab_size, adapter)
-        return Sampled(token, Logprob(-1.0) if new.sampling.logprobs is not None else None)
+        token = next_token(known, self.weights, self.info.vocab_size)
+        return Sampled([token], [Logprob(-1.0)] if new.sampling.logprobs is not None else [])
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> SleepingStaging:
+    def begin_update(self, partial: bool, delta: bool = False) -> SleepingStaging:
         return SleepingStaging(self, partial or delta)
 
     def commit(self, weights: int) -> None:
@@ -179,20 +160,16 @@ class SleepingRunner:
 
     def refresh_standby(self) -> None: ...
 
-    def check_adapter(self, config: bytes) -> None:
-        return
+    def check_adapter(self, config: bytes) -> None: ...
 
-    def begin_adapter(self) -> SleepingAdapterStaging:
-        return SleepingAdapterStaging()
+    def begin_adapter(self) -> AdapterStaging:
+        raise WeightUpdateRefused("engines without a model have no adapters")
 
-    def commit_adapter(self, adapter: int, staged: int) -> None:
-        self._adapters[adapter] = staged
+    def commit_adapter(self, adapter: int, staged: Any) -> None: ...
 
     def discard_adapter(self, staged: Any) -> None: ...
 
-    def drop_adapters(self, adapters: Collection[int]) -> None:
-        for adapter in adapters:
-            self._adapters.pop(adapter, None)
+    def drop_adapters(self, adapters: Collection[int]) -> None: ...
 
     def checksums(self) -> dict[str, str]:
         return {"weights": fingerprint_of(self.weights)}

@@ -20,8 +20,8 @@ from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.fleet.router import Router
-from fastdeploy.inter_communicator.inproc_transport import InprocConnection, InprocTransport
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+from fastdeploy.inter_communicator.transport import InprocConnection, InprocTransport
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -75,7 +75,7 @@ class InstantRunner(SleepingRunner):
         self.spent_s += cost
         first, vocabulary = plan.step_id * len(plan.chunks), self._costs.vocab_size - 1
         sampled: list[Sampled | NonFinite | None] = [
-            Sampled(1 + (first + i) % vocabulary, None) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
+            Sampled([1 + (first + i) % vocabulary], []) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
         ]
         return StepResult(plan.step_id, sampled, cost)
 

@@ -1,4 +1,6 @@
-"""The engine process of a measured run: the engine's own main, which also notes when tokens are sampled.
+"""The engine process of a measured run: the engine's own main, which also records when tokens are sampled.
+
+    python -m benchmarks.lib.ways.engine_main serve FLAGS      # ``fastdeploy serve`` over this engine
 
 The environment variable TIMES_FILE names the file for the times. With STALE_KV=1 the engine has a fault for the control
 run: KV survives a commit of weights, and nothing says so.
@@ -15,25 +17,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+from fastdeploy.core.request import NewTokens
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.entrypoints import engine_main
+from fastdeploy.entrypoints import cli, engine_main
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import Scheduler
 
 TIMES_FILE, STALE_KV = "WAYS_TIMES_FILE", "WAYS_STALE_KV"
 
 
 @contextlib.contextmanager
 def token_times(path: Path) -> Iterator[None]:
-    """Note (seconds on the monotonic clock, number of tokens, weight_epoch) of each step with tokens, and write a JSON
-    list of them at the end. All tokens of a step have one weight_epoch."""
+    """Record (seconds on the monotonic clock, number of tokens, weight_epoch) of each step with tokens. Write them as a
+    JSON list at the end. All tokens of a step have one weight_epoch."""
     times: list[tuple[float, int, int]] = []
     observe = EngineMetrics.observe_tokens
 
-    def note(self: EngineMetrics, tokens: list[NewToken]) -> None:
-        observe(self, tokens)
-        if tokens:
-            times.append((time.monotonic(), len(tokens), tokens[0].span.weight_epoch))
+    def note(self: EngineMetrics, step: list[NewTokens]) -> None:
+        observe(self, step)
+        if step:
+            count = sum(len(new.token_ids) for new in step)
+            times.append((time.monotonic(), count, step[0].span.weight_epoch))
 
     try:
         with patch.object(EngineMetrics, "observe_tokens", note):
@@ -55,6 +59,8 @@ def stale_kv() -> Iterator[None]:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["serve"]:
+        return cli.main(sys.argv[1:], engine_module="benchmarks.lib.ways.engine_main")
     with contextlib.ExitStack() as stack:
         stack.enter_context(token_times(Path(os.environ[TIMES_FILE])))
         if os.environ.get(STALE_KV) == "1":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -49,18 +50,19 @@ def lag(record: Record) -> Counter[int]:
     return found
 
 
-def percentile(counts: Counter[int], share: float) -> int:
-    """Return the smallest value that at least ``share`` of all counted values do not exceed; 0 without values."""
-    wanted, seen = share * sum(counts.values()), 0
-    for value in sorted(counts):
-        seen += counts[value]
-        if seen >= wanted:
-            return value
-    return 0
+def lengths(record: Record) -> list[int]:
+    """Return the tokens of each answer that has ended."""
+    return [rollout.tokens for rollout in record.rollouts if rollout.fate != "in_flight"]
+
+
+def smallest(counts: Counter[int], percent: float) -> int:
+    """Return the smallest value that at least ``percent`` of all counted values do not exceed; 0 without values."""
+    values = sorted(counts.elements())
+    return values[max(math.ceil(percent / 100 * len(values)) - 1, 0)] if values else 0
 
 
 def mean(counts: Counter[int]) -> float:
-    return sum(value * count for value, count in counts.items()) / max(sum(counts.values()), 1)
+    return sum(value * count for value, count in counts.items()) / max(counts.total(), 1)
 
 
 def goodput(record: Record, bucket_s: float) -> Series:
@@ -111,36 +113,3 @@ def wrong_mismatches(record: Record) -> list[str]:
     if mixed is not None and mixed.max_abs != 0.0 and not record.way.mixes_kv:
         wrong.append(f"logprobs of tokens whose KV is of one version differ by up to {mixed.max_abs:g}")
     return wrong
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of one run. goodput: trained tokens per second of the whole run. lengths: by number of tokens, of the
-    rollouts that ended."""
-
-    first_accuracy: float
-    last_accuracy: float
-    updates: int
-    seconds: float
-    goodput: float
-    silence: Silence
-    lag: Counter[int]
-    mismatch: Mismatch | None
-    mixed: Mismatch | None
-    lengths: Counter[int]
-
-
-def figures(record: Record) -> Figures:
-    by_time, _ = accuracy(record)
-    return Figures(
-        first_accuracy=by_time[0][1] if by_time else 0.0,
-        last_accuracy=by_time[-1][1] if by_time else 0.0,
-        updates=len(record.updates),
-        seconds=record.seconds,
-        goodput=sum(rollout.tokens for rollout in record.of_fate("trained")) / max(record.seconds, 1e-6),
-        silence=silence(record.token_times),
-        lag=lag(record),
-        mismatch=joined([update.mismatch for update in record.updates]),
-        mixed=joined([update.mixed for update in record.updates]),
-        lengths=Counter(rollout.tokens for rollout in record.rollouts if rollout.fate != "in_flight"),
-    )

@@ -1,52 +1,32 @@
-"""The ledger of a run: each token that the engine sampled is accounted for, once."""
+"""The accounts of a run: each token that the engine sampled is accounted for, once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from benchmarks.lib.timeline import uncovered
 from benchmarks.lib.ways.record import Record
 
-
-@dataclass(frozen=True)
-class Ledger:
-    """Tokens of one run, or of several. generated: by the engine's own counter. The others are what the trainer says
-    became of them. discarded: by reason. recomputed: computed again, not sampled again; it is no part of the sum."""
-
-    generated: int
-    evaluated: int
-    trained: int
-    discarded: dict[str, int]
-    in_flight: int
-    recomputed: int
-
-    @property
-    def explained(self) -> int:
-        return self.evaluated + self.trained + sum(self.discarded.values()) + self.in_flight
-
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(
-            self.generated + other.generated,
-            self.evaluated + other.evaluated,
-            self.trained + other.trained,
-            dict(Counter(self.discarded) + Counter(other.discarded)),
-            self.in_flight + other.in_flight,
-            self.recomputed + other.recomputed,
-        )
+DISCARDED = "discarded: "
 
 
-def ledger(record: Record) -> Ledger:
-    discarded: Counter[str] = Counter()
-    for rollout in record.of_fate("discarded"):
-        discarded[rollout.why or "no reason given"] += rollout.tokens
-    return Ledger(
-        generated=record.engine.generated,
-        evaluated=sum(one.tokens for one in record.evals),
-        trained=sum(rollout.tokens for rollout in record.of_fate("trained")),
-        discarded=dict(discarded),
-        in_flight=sum(rollout.tokens for rollout in record.of_fate("in_flight")),
-        recomputed=record.engine.recomputed,
-    )
+def accounts(record: Record) -> Counter[str]:
+    """Return the tokens of a run. generated: by the engine's own counter. recomputed: computed again, not sampled
+    again. The others are what the trainer says became of them: evaluated, trained, in_flight, and discarded by
+    reason."""
+    found = Counter(generated=record.engine.generated, recomputed=record.engine.recomputed)
+    found["evaluated"] = sum(one.tokens for one in record.evals)
+    for rollout in record.rollouts:
+        is_discarded = rollout.fate == "discarded"
+        found[DISCARDED + (rollout.why or "no reason given") if is_discarded else rollout.fate] += rollout.tokens
+    return found
+
+
+def unexplained(found: Counter[str]) -> int:
+    """Return the tokens that the engine sampled and the trainer does not tell of; below 0: those that it tells of
+    twice."""
+    told = found.total() - found["generated"] - found["recomputed"]
+    return found["generated"] - told
 
 
 def mistakes(record: Record) -> list[str]:
@@ -56,27 +36,26 @@ def mistakes(record: Record) -> list[str]:
     The sums are compared as a whole, and also for each weight_epoch: a token that is lost and another that is counted
     twice rarely have the same one. The server has started for this run, so publications are weight epochs.
     """
-    found = []
-    total = ledger(record)
-    if missing := total.generated - total.explained:
-        found.append(_difference(missing, "in all"))
-    if total.trained != (by_updates := sum(update.tokens for update in record.updates)):
-        found.append(f"the updates trained {by_updates} tokens, the rollouts that were trained have {total.trained}")
+    problems = []
+    total = accounts(record)
+    if missing := unexplained(total):
+        problems.append(_difference(missing, "in all"))
+    if total["trained"] != (by_updates := sum(update.tokens for update in record.updates)):
+        problems.append(
+            f"the updates trained {by_updates} tokens, the rollouts that were trained have {total['trained']}"
+        )
     for number, rollout in enumerate(record.rollouts):
-        at = 0
-        for _, start, end in rollout.spans:
-            at = end if start == at and end > start else -1
-        if at != rollout.tokens:
-            found.append(f"rollout {number}: the spans {rollout.spans} do not cover its {rollout.tokens} tokens once")
+        if fault := uncovered([(start, end) for _, start, end in rollout.spans], rollout.tokens):
+            problems.append(f"rollout {number}: {fault}")
     sampled, told = by_weight_epoch(record)
-    if sum(sampled.values()) != total.generated:
-        found.append(f"the engine counted {total.generated} tokens, and noted times of {sum(sampled.values())}")
-    found += [
+    if sampled.total() != total["generated"]:
+        problems.append(f"the engine counted {total['generated']} tokens, and noted times of {sampled.total()}")
+    problems += [
         _difference(sampled[epoch] - told[epoch], f"of weight_epoch {epoch}")
         for epoch in sorted(sampled.keys() | told.keys())
         if sampled[epoch] != told[epoch]
     ]
-    return found
+    return problems
 
 
 def by_weight_epoch(record: Record) -> tuple[Counter[int], Counter[int]]:

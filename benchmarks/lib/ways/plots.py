@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.lib.ways.figures import Series, accuracy, goodput, lag
+from benchmarks.lib.ways.figures import Series, accuracy, goodput, lag, lengths
 from benchmarks.lib.ways.record import Record, Way
 from benchmarks.lib.ways.table import By, by_way
 
@@ -96,9 +96,8 @@ def _lag(ways: By) -> Figure:
         counts = sum((lag(record) for record in each), Counter[int]())
         values = range(max(counts, default=0) + 1)
         left.plot(values, [counts[value] / max(counts.total(), 1) for value in values], marker="o", **_style(way))
-        lengths = sorted(r.tokens for record in each for r in record.rollouts if r.fate != "in_flight")
-        share = 1 - np.arange(len(lengths)) / max(len(lengths), 1)
-        right.step(lengths, share, **_style(way))
+        tokens = sorted(length for record in each for length in lengths(record))
+        right.step(tokens, 1 - np.arange(len(tokens)) / max(len(tokens), 1), **_style(way))
     left.set(xlabel="version lag, publications", ylabel="share of trained tokens")
     left.yaxis.set_major_formatter(PercentFormatter(1.0))
     left.legend()

@@ -9,8 +9,9 @@ A run has a folder with these files:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,21 +51,11 @@ WAYS = (
 CONTROL = Way("synchronous", stale_kv=True)  # all its answers are of one version, so all are compared
 
 
-class Event(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
-    """A line of events.jsonl. t: seconds since the run began."""
+class Rollout(msgspec.Struct):
+    """One answer, when its fate is known at ``t``. spans: [publication, start, end). started, ended: of its
+    generation. All times are seconds since the run began."""
 
-    t: float = 0.0
-
-
-class Run(Event):
-    seed: int
-    sync: str
-    kv: str
-
-
-class Rollout(Event):
-    """One answer, when its fate is known. spans: [publication, start, end). started, ended: of its generation."""
-
+    t: float
     tokens: int
     spans: list[tuple[int, int, int]]
     fate: Literal["trained", "discarded", "in_flight"]
@@ -72,17 +63,13 @@ class Rollout(Event):
     ended: float
     why: str | None = None
     resumes: int = 0
-    preempted: int = 0
 
 
-class Sync(Event):
-    """One publication. paused, resumed: None for a way without a pause."""
+class Sync(msgspec.Struct):
+    """One publication."""
 
     publication: int
-    began: float
     committed: float
-    paused: float | None = None
-    resumed: float | None = None
 
 
 class Mismatch(msgspec.Struct):
@@ -94,37 +81,32 @@ class Mismatch(msgspec.Struct):
     ratio_max: float
 
 
-class Update(Event):
+class Update(msgspec.Struct):
     """One update. mismatch: of answers that one publication made as a whole, scored with its weights. mixed: of the
     tokens that it made in answers begun by older weights."""
 
     update: int
     tokens: int
-    samples: int
-    reward: float
-    lag_mean: float
-    lag_max: float
     mismatch: Mismatch | None = None
     mixed: Mismatch | None = msgspec.field(name="stale_kv", default=None)
 
 
-class Eval(Event):
-    """An evaluation on held-out problems. tokens: generated for it. seconds: how long it took."""
+class Eval(msgspec.Struct):
+    """An evaluation on held-out problems. tokens: generated for it."""
 
+    t: float
     update: int
     publication: int
     problems: int
     solved: int
     tokens: int
-    seconds: float
 
 
-class Checkpoint(Event):
-    update: int
+class End(msgspec.Struct):
+    t: float
 
 
-class End(Event):
-    why: str
+KINDS = {"rollout": Rollout, "sync": Sync, "update": Update, "eval": Eval, "end": End}  # of the events that are read
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -176,13 +158,15 @@ def completed(folder: Path) -> Completed | None:
     return msgspec.json.decode(path.read_bytes(), type=Completed) if path.exists() else None
 
 
-def read_events(path: Path) -> list[Event]:
-    """Return the lines of events.jsonl. Raises ValueError that names the line which is not as expected."""
-    decoder = msgspec.json.Decoder(Run | Rollout | Sync | Update | Eval | Checkpoint | End)
-    found = []
+def read_events(path: Path) -> dict[str, list[Any]]:
+    """Return the events of events.jsonl by their kind. Raises ValueError that names the line which is not as
+    expected."""
+    found: dict[str, list[Any]] = defaultdict(list)
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            found.append(decoder.decode(line))
+            event = msgspec.json.decode(line, type=dict[str, Any])
+            if kind := KINDS.get(event.pop("kind", "")):
+                found[kind.__name__].append(msgspec.convert(event, kind))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
     return found
@@ -194,17 +178,9 @@ def read(folder: Path) -> Record:
     if done is None:
         raise ValueError(f"{folder}: the run is not complete")
     events = read_events(folder / EVENTS)
-    ends = [event for event in events if isinstance(event, End)]
-    if len(ends) != 1:
-        raise ValueError(f"{folder / EVENTS}: expected one line of kind end, got {len(ends)}")
-    return Record(
-        done.way,
-        done.seed,
-        done.engine,
-        [event for event in events if isinstance(event, Rollout)],
-        [event for event in events if isinstance(event, Sync)],
-        [event for event in events if isinstance(event, Update)],
-        [event for event in events if isinstance(event, Eval)],
-        ends[0].t,
-        msgspec.json.decode((folder / TOKEN_TIMES).read_bytes(), type=list[TokenTime]),
-    )
+    if len(events["End"]) != 1:
+        raise ValueError(f"{folder / EVENTS}: expected one line of kind end, got {len(events['End'])}")
+    times = msgspec.json.decode((folder / TOKEN_TIMES).read_bytes(), type=list[TokenTime])
+    rollouts, syncs, updates, evals = (events[kind.__name__] for kind in (Rollout, Sync, Update, Eval))
+    seconds = events["End"][0].t
+    return Record(done.way, done.seed, done.engine, rollouts, syncs, updates, evals, seconds, times)

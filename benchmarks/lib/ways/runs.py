@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import ServerError, read_metrics
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.client import Client, ServerError
+from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.ways.engine_main import STALE_KV, TIMES_FILE
 from benchmarks.lib.ways.record import RUN, TOKEN_TIMES, Completed, Engine, Way, completed
 from examples.async_grpo.serving import CPU_THREADS
@@ -62,10 +61,9 @@ def run(plan: Plan, way: Way, seed: int, folder: Path) -> None:
     folder.mkdir(parents=True)
     variables = {TIMES_FILE: str(folder.resolve() / TOKEN_TIMES), STALE_KV: str(int(way.stale_kv))}
     variables["FASTDEPLOY_CPU_THREADS"] = CPU_THREADS
-    command = ["env", *(f"{name}={value}" for name, value in variables.items())]
-    command += [sys.executable, "-m", "benchmarks.lib.ways.serve", "serve", *plan.server]
+    command = [sys.executable, "-m", "benchmarks.lib.ways.engine_main", "serve", *plan.server]
     with tempfile.TemporaryDirectory(prefix="ways-") as scratch:  # a socket's path must be short
-        server = ServerProcess(command, Path(scratch))
+        server = ServerProcess(command, Path(scratch), variables)
         try:
             asyncio.run(server.wait_ready(READY_S))
             before = counters(server.url)
@@ -92,7 +90,7 @@ def train(plan: Plan, way: Way, seed: int, url: str, folder: Path) -> None:
 def counters(url: str) -> dict[str, int]:
     """Return the engine's counters. Raises ServerError if requests are left: their tokens could not be accounted
     for."""
-    values = read_metrics(asyncio.run(Client(url).call("GET", "/metrics")).body)
+    values = asyncio.run(Client(url).metrics())
     if any(values[name] for name in LEFT_OVER):
         raise ServerError("requests are left in the engine")
     return {name: int(values[metric]) for name, metric in COUNTERS.items()}

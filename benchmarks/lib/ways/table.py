@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import add
 from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.report import markdown
-from benchmarks.lib.ways.figures import Figures, figures, joined, mean, percentile
-from benchmarks.lib.ways.ledger import Ledger, ledger
+from benchmarks.lib.ways.figures import accuracy, joined, lag, lengths, mean, silence, smallest
+from benchmarks.lib.ways.ledger import DISCARDED, accounts, unexplained
 from benchmarks.lib.ways.record import Record, Way
 
 By = dict[Way, list[Record]]
+# Columns of the table of ways: the figure of one run, and the form of its cell.
+WAYS_COLUMNS: dict[str, tuple[Callable[[Record], float], str]] = {
+    "accuracy at the end": (lambda run: 100 * accuracy(run)[0][-1][1], ".1f"),
+    "updates": (lambda run: len(run.updates), ".0f"),
+    "tokens trained per second": (lambda run: accounts(run)["trained"] / run.seconds, ".0f"),
+    "no token, ms per update": (lambda run: 1000 * silence(run.token_times).per_update, ".0f"),
+    "longest silence, ms": (lambda run: 1000 * silence(run.token_times).longest, ".0f"),
+    "lag, mean": (lambda run: mean(lag(run)), ".2f"),
+    "lag, 95 %": (lambda run: smallest(lag(run), 95), ".0f"),
+}
+LEDGER_HEADER = ("way", "generated", "trained", "discarded", "in flight", "evaluation", "unexplained", "recomputed")
+MISMATCH_HEADER = ("way", "tokens of one version", "greatest difference", "mean KL", "greatest ratio",
+                   "tokens after a commit", "greatest difference", "mean KL", "greatest ratio")  # fmt: skip
+LENGTHS_HEADER = ("way", "answers", "median", "90 %", "99 %", "longest")
 
 
 def by_way(records: Sequence[Record]) -> By:
@@ -28,66 +40,37 @@ def by_way(records: Sequence[Record]) -> By:
 def tables(records: Sequence[Record]) -> dict[str, str]:
     """Return each table by the name that its markers in the page have."""
     ways = by_way(records)
-    shown = {way: [figures(record) for record in each] for way, each in ways.items()}
-    normal = {way: each for way, each in shown.items() if not way.stale_kv}
+    normal = {way: each for way, each in ways.items() if not way.stale_kv}
     return {
-        "ways": markdown(WAYS_HEADER, [_way_row(way, each) for way, each in normal.items()]),
+        "ways": markdown(("way", *WAYS_COLUMNS), [_way_row(way, each) for way, each in normal.items()]),
         "ledger": markdown(LEDGER_HEADER, [_ledger_row(way, each) for way, each in ways.items()]),
-        "mismatch": markdown(MISMATCH_HEADER, [_mismatch_row(way, each) for way, each in shown.items()]),
+        "mismatch": markdown(MISMATCH_HEADER, [_mismatch_row(way, each) for way, each in ways.items()]),
         "lengths": markdown(LENGTHS_HEADER, [_lengths_row(way, each) for way, each in normal.items()]),
     }
 
 
-WAYS_HEADER = ("way", "accuracy at the end", "updates", "tokens trained per second", "no token, ms per update",
-               "longest silence, ms", "lag, mean", "lag, 95 %")  # fmt: skip
-LEDGER_HEADER = ("way", "generated", "trained", "discarded", "in flight", "evaluation", "unexplained", "recomputed")
-MISMATCH_HEADER = ("way", "tokens of one version", "greatest difference", "mean KL", "greatest ratio",
-                   "tokens after a commit", "greatest difference", "mean KL", "greatest ratio")  # fmt: skip
-LENGTHS_HEADER = ("way", "answers", "median", "90 %", "99 %", "longest")
-
-
-def _way_row(way: Way, each: Sequence[Figures]) -> list[str]:
-    def cell(of: Callable[[Figures], float], form: str) -> str:
-        return band([of(one) for one in each], form)
-
-    return [
-        way.name,
-        cell(lambda one: 100 * one.last_accuracy, ".1f") + " %",
-        cell(lambda one: one.updates, ".0f"),
-        cell(lambda one: one.goodput, ".0f"),
-        cell(lambda one: 1000 * one.silence.per_update, ".0f"),
-        cell(lambda one: 1000 * one.silence.longest, ".0f"),
-        cell(lambda one: mean(one.lag), ".2f"),
-        cell(lambda one: percentile(one.lag, 0.95), ".0f"),
-    ]
+def _way_row(way: Way, each: Sequence[Record]) -> list[str]:
+    cells = [band([of(record) for record in each], form) for of, form in WAYS_COLUMNS.values()]
+    return [way.name, f"{cells[0]} %", *cells[1:]]
 
 
 def _ledger_row(way: Way, each: Sequence[Record]) -> list[str]:
-    total = reduce(add, map(ledger, each))
+    total = sum(map(accounts, each), Counter[str]())
 
-    def share(tokens: int) -> str:
-        return f"{tokens:,} ({tokens / max(total.generated, 1):.1%})"
+    def share(name: str) -> str:
+        return f"{total[name]:,} ({total[name] / max(total['generated'], 1):.1%})"
 
-    return [
-        way.name,
-        f"{total.generated:,}",
-        share(total.trained),
-        _discarded(total),
-        share(total.in_flight),
-        share(total.evaluated),
-        f"{total.generated - total.explained:,}",
-        share(total.recomputed),
+    discarded = [
+        f"{tokens:,} {name.removeprefix(DISCARDED)}" for name, tokens in sorted(total.items()) if DISCARDED in name
     ]
+    cells = [share("trained"), ", ".join(discarded) or "0", share("in_flight"), share("evaluated")]
+    return [way.name, f"{total['generated']:,}", *cells, f"{unexplained(total):,}", share("recomputed")]
 
 
-def _discarded(total: Ledger) -> str:
-    reasons = ", ".join(f"{tokens:,} {why}" for why, tokens in sorted(total.discarded.items()))
-    return reasons or "0"
-
-
-def _mismatch_row(way: Way, each: Sequence[Figures]) -> list[str]:
+def _mismatch_row(way: Way, each: Sequence[Record]) -> list[str]:
     cells = [way.name]
-    for found in (joined([one.mismatch for one in each]), joined([one.mixed for one in each])):
+    updates = [update for record in each for update in record.updates]
+    for found in (joined([update.mismatch for update in updates]), joined([update.mixed for update in updates])):
         if found is None:
             cells += ["0", "-", "-", "-"]
         else:
@@ -95,10 +78,9 @@ def _mismatch_row(way: Way, each: Sequence[Figures]) -> list[str]:
     return cells
 
 
-def _lengths_row(way: Way, each: Sequence[Figures]) -> list[str]:
-    lengths = sum((one.lengths for one in each), Counter[int]())
-    shares = (str(percentile(lengths, share)) for share in (0.5, 0.9, 0.99))
-    return [way.name, f"{sum(lengths.values()):,}", *shares, str(max(lengths, default=0))]
+def _lengths_row(way: Way, each: Sequence[Record]) -> list[str]:
+    counts = Counter(length for record in each for length in lengths(record))
+    return [way.name, f"{counts.total():,}", *(str(smallest(counts, percent)) for percent in (50, 90, 99, 100))]
 
 
 def band(values: Sequence[float], form: str) -> str:

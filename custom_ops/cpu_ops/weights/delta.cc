@@ -134,7 +134,6 @@ void overwrite(const DeltaItem* items, int64_t count, const int32_t* stop, Stage
   std::vector<Overwrite> deltas(static_cast<size_t>(count));
   std::vector<Piece> pieces;  // of the bytes of gaps
   for (int64_t i = 0; i < count; ++i) {
-    if (items[i].encoding != Encoding::kOverwrite) continue;
     if (!deltas[i].read(items[i], sizeof(T))) results[i].problem = Problem::kMalformed;
     for (int64_t at = 0; results[i].problem == Problem::kNone && at < deltas[i].gap_bytes; at += kSliceBytes)
       pieces.push_back({i, at, std::min(kSliceBytes, deltas[i].gap_bytes - at)});
@@ -165,57 +164,6 @@ void overwrite(const DeltaItem* items, int64_t count, const int32_t* stop, Stage
   });
 }
 
-// The values of a piece as scratch. A piece of a linear is rows, a piece of a vector is values.
-char* current_values(bool bf16, const Region& region, const Piece& piece, int64_t n) {
-  char* values = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(n * (bf16 ? 2 : 4))));
-  const RowKernels& kernels = row_kernels();
-  if (region.linear != nullptr) {
-    kernels.unpack(*region.linear, region.first_row + piece.first, piece.count, values);
-  } else {
-    kernels.convert(Kind::kF32, region.vector + piece.first, n, bf16, values);
-  }
-  return values;
-}
-
-// Replaces all values of a piece by those of the payload, or by their xor with it.
-StageResult replace(bool bf16, const DeltaItem& item, const Piece& piece) {
-  const Region& region = item.region;
-  const RowKernels& kernels = row_kernels();
-  const int64_t columns = region.linear != nullptr ? region.columns : 1;
-  const int64_t n = piece.count * columns, first = piece.first * columns, value_bytes = bf16 ? 2 : 4;
-  const char* values = item.payload + first * value_bytes;
-  char* old = current_values(bf16, region, piece, n);
-  Fingerprint before = {};
-  StageResult result = {};
-  kernels.check(bf16, old, first, n, before);
-  if (item.encoding == Encoding::kXor) {
-    for (int64_t i = 0; i < n * value_bytes; ++i) old[i] = static_cast<char>(old[i] ^ values[i]);
-    values = old;
-  }
-  if (!kernels.check(bf16, values, first, n, result.fingerprint)) return {{}, Problem::kNotFinite, 0};
-  for (int s = 0; s < 2; ++s) result.fingerprint.sums[s] -= before.sums[s];
-  if (region.linear != nullptr) {
-    kernels.pack(*region.linear, region.first_row + piece.first, piece.count, values);
-  } else {
-    kernels.convert(bf16 ? Kind::kBf16 : Kind::kF32, values, n, false, region.vector + piece.first);
-  }
-  return result;
-}
-
-void replace_all(bool bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results) {
-  const int64_t value_bytes = bf16 ? 2 : 4;
-  std::vector<Piece> pieces;
-  for (int64_t i = 0; i < count; ++i) {
-    if (items[i].encoding == Encoding::kOverwrite) continue;
-    if (items[i].payload_bytes == items[i].region.size() * value_bytes) {
-      cut(items[i].region, i, value_bytes, pieces);
-    } else {
-      results[i].problem = Problem::kMalformed;
-    }
-  }
-  work_off(pieces, stop, results, [&](const Piece& piece) { return replace(bf16, items[piece.item], piece); });
-}
-
 void copy_piece(Weight& target, const Weight& source, int64_t first, int64_t count) {
   const int64_t bytes = target.bf16 ? 2 : 4;
   if (first % kColumns == 0 && (count % kColumns == 0 || first + count == target.n)) {
@@ -234,7 +182,6 @@ void copy_piece(Weight& target, const Weight& source, int64_t first, int64_t cou
 
 void apply_deltas(bool bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results) {
   bf16 ? overwrite<uint16_t>(items, count, stop, results) : overwrite<uint32_t>(items, count, stop, results);
-  replace_all(bf16, items, count, stop, results);
 }
 
 void copy_rows(Weight& target, const Weight& source, int64_t first, int64_t last) {

@@ -94,7 +94,7 @@ StageResult stage_piece(bool bf16, const StageItem& item, int64_t first, int64_t
     values = static_cast<char*>(scratch(kScratchInner, static_cast<size_t>(n * (bf16 ? 2 : 4))));
     kernels.convert(item.kind, source, n, bf16, values);
   }
-  if (!kernels.check(bf16, values, item.first + value, n, result.fingerprint)) {
+  if (!kernels.check(bf16, values, value, n, result.fingerprint)) {
     // Only the rounding of float32 to bfloat16 makes a finite value infinite.
     Fingerprint unused = {};
     const bool rounded = bf16 && item.kind == Kind::kF32 && kernels.check(false, source, 0, n, unused);

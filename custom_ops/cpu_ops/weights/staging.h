@@ -34,15 +34,12 @@ struct StageItem {
   Kind kind;
   int64_t offset, fd;
   const char* memory;
-  int64_t memory_bytes, first;
+  int64_t memory_bytes;
 };
-
-enum class Encoding : int64_t { kDense, kOverwrite, kXor };
 
 // DeltaItem of ops/interface.py.
 struct DeltaItem {
   Region region;
-  Encoding encoding;
   const char* payload;
   int64_t payload_bytes;
 };

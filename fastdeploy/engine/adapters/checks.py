@@ -1,21 +1,25 @@
-"""Checks of adapter names and of the fields of a load, before any file is touched."""
+"""Checks of adapter names and of the fields of a load, and the adapter root in which unknown names are looked up."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import AdapterLoaded, InvalidField, VersionConflict
+from fastdeploy.core.errors import AdapterLoaded, FastDeployError, InvalidField, VersionConflict
 from fastdeploy.core.files import path_problem
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, SourcePolicy
 from fastdeploy.engine.adapters.loads import Adapter
+from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.field_checks import MAX_EPOCH, adapter_not_found, check_kv, check_label, check_seconds
-from fastdeploy.inter_communicator.messages import LoadAdapterArgs
+from fastdeploy.engine.handlers import handles
+from fastdeploy.engine.requests.delivery import Answer
+from fastdeploy.engine.staging_thread import Job, StagingThread
+from fastdeploy.inter_communicator.messages import LoadAdapterArgs, LookUpAdapterArgs
 
 
 class AdapterChecks:
@@ -83,6 +87,47 @@ class AdapterChecks:
             raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
 
 
+class AdapterLookups:
+    """Begins lookups in the adapter root. thread: for all copies from there, so lookups that hang delay no other load.
+    for_requests: a request that names an unknown adapter may begin one. In a fleet only a call of the gateway may,
+    since all replicas must get the same adapter and number."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checks: AdapterChecks,
+        store: AdapterStore,
+        thread: StagingThread,
+        clock: Callable[[], float],
+    ):
+        self._root, self._timeout_s = config.adapter_root, config.stage_timeout_s
+        self._checks, self._store, self._clock = checks, store, clock
+        self.thread = thread
+        self.for_requests = True
+
+    def begin(self, name: str) -> str:
+        """Return the folder in which the name of a request is to be looked up. Raises ModelNotFound, or
+        UpdateInProgress if no further lookup may start."""
+        if self._root and not self.for_requests:
+            raise adapter_not_found(name, more="; this engine belongs to a fleet, whose gateway looks names up")
+        path = self._checks.path_in_root(name)
+        self.thread.check_room()
+        return path
+
+    @handles(LookUpAdapterArgs)
+    def look(self, args: LookUpAdapterArgs, answer: Answer) -> None:
+        """Tell whether the root has a folder for a name. Raises the errors of :meth:`begin`."""
+        name, path = args.lora_name, self._checks.path_in_root(args.lora_name)
+        self.thread.check_room()
+
+        def on_end(_: None, error: FastDeployError | None, seconds: float) -> None:
+            answer({"lora_name": name, "path": path}, None if error is None else explained(error, name))
+
+        work = functools.partial(self._store.look, path, (self._root,))
+        deadline = self._clock() + self._timeout_s
+        self.thread.submit(Job(args, work, on_end, self._timeout_s, reads=True, deadline=deadline))
+
+
 def _same_path(one: str, other: str) -> bool:
     """Return whether two spellings mean one path. The file system is not read."""
     return bool(one and other) and os.path.normpath(one) == os.path.normpath(other)
@@ -95,3 +140,8 @@ def check_adapter_epoch(adapter_epoch: int | None, serves: int) -> None:
     if adapter_epoch is not None and adapter_epoch <= serves:
         why = f"adapter_epoch: expected a number above {serves}, got {adapter_epoch}"
         raise VersionConflict(why, adapter_epoch=serves)
+
+
+def explained(error: FastDeployError, name: str) -> FastDeployError:
+    """Return the error of a lookup: a name without a folder is that of no adapter."""
+    return adapter_not_found(name) if error.detail.get("param") == "lora_path" else error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class Load:
     read_s: float = 0.0
     given_up: bool = False
     packed: Packed | None = None
-    expires_at: float = 0.0
+    expires_at: float = math.inf
 
     @property
     def deadline(self) -> float:

@@ -18,7 +18,7 @@ from fastdeploy.scheduler.scheduler import Scheduler
 log = logging.getLogger("fastdeploy.engine")
 
 Packed = tuple[AdapterInfo, Any]
-ReadDone = Callable[[Packed | None, FastDeployError | None, float], None]
+OnRead = Callable[[Packed | None, FastDeployError | None, float], None]
 
 
 class AdapterReads:
@@ -46,14 +46,14 @@ class AdapterReads:
         self._evicted = StagingThread(wake, clock)
         self.threads = (self._loaded, self._evicted)
 
-    def read(self, number: int, owner: object, timeout_s: float, deadline: float, done: ReadDone) -> None:
-        """Read and pack the copy of a load. ``done`` gets the result, and must commit or discard it. deadline: of the
-        load, which began ``timeout_s`` before."""
-        self._loaded.submit(self._job(number, owner, timeout_s, done, deadline))
+    def read(self, number: int, owner: object, timeout_s: float, deadline: float, on_read: OnRead) -> None:
+        """Read and pack the copy of a load. ``on_read`` gets the result, and must commit or discard it. deadline: of
+        the load, which began ``timeout_s`` before."""
+        self._loaded.submit(self._job(number, owner, timeout_s, on_read, deadline))
 
-    def _job(self, number: int, owner: object, timeout_s: float, done: ReadDone, deadline: float = math.inf) -> Job:
+    def _job(self, number: int, owner: object, timeout_s: float, on_read: OnRead, deadline: float = math.inf) -> Job:
         work = functools.partial(_read, self._runner.begin_adapter(), self._store.path(number))
-        return Job(owner, work, done, timeout_s, reads=False, discard=self.discard, deadline=deadline)
+        return Job(owner, work, on_read, timeout_s, reads=False, discard=self.discard, deadline=deadline)
 
     def discard(self, packed: Packed) -> None:
         """Free an adapter that was packed, but is not wanted."""
@@ -91,7 +91,7 @@ class AdapterReads:
     def _read_again(self, model: ServedModel) -> None:
         number = model.served.adapter
 
-        def done(packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
+        def on_read(packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
             # Not if the adapter was replaced meanwhile, or was unloaded and its last request has ended.
             wanted = self._memory.reads(model) and model.served.adapter == number
             if packed is not None and wanted:
@@ -104,7 +104,7 @@ class AdapterReads:
                 message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
                 self._scheduler.adapter_failed(model, message)
 
-        self._evicted.submit(self._job(number, model, self._timeout_s, done))
+        self._evicted.submit(self._job(number, model, self._timeout_s, on_read))
 
 
 def _read(staging: AdapterStaging, path: str) -> Packed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
+import math
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -21,11 +21,9 @@ from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import FolderSource, may_hang
-from fastdeploy.engine.adapters.checks import AdapterChecks, check_adapter_epoch
+from fastdeploy.core.weight_source import FolderSource, SourcePolicy
+from fastdeploy.engine.adapters.checks import AdapterChecks, AdapterLookups, check_adapter_epoch, explained
 from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
-from fastdeploy.engine.adapters.lookups import AdapterLookups, explained
 from fastdeploy.engine.adapters.reads import AdapterReads, Packed
 from fastdeploy.engine.adapters.store import AdapterStore
 from fastdeploy.engine.field_checks import adapter_not_found
@@ -87,7 +85,7 @@ class AdapterRegistry:
         self._unloaded: dict[ServedModel, None] = {}  # which still have requests
         self._num_loads = 0
         self._num_names = 0
-        self._first_expiry: float | None = None  # a prepared load ends then, or was ended before
+        self._first_expiry = math.inf  # no prepared load expires before, on the loop's clock
         self.num_failed = 0
         self.past_epoch = 0
 
@@ -99,14 +97,6 @@ class AdapterRegistry:
     @property
     def num_known(self) -> int:
         return len(self._known)
-
-    def num_requests(self, limit: int) -> dict[str, int]:
-        """Return the number of choices of each name, for the ``limit`` names with most choices, at least one."""
-        numbers: Counter[str] = Counter()
-        for model in self._scopes.adapters:
-            if model.requests:
-                numbers[model.served.adapter_name] += len(model.requests)
-        return dict(numbers.most_common(limit))
 
     def find(self, name: str) -> ServedModel:
         """Return the adapter of this name, perhaps one that is being looked up. Raises ModelNotFound, or
@@ -131,7 +121,7 @@ class AdapterRegistry:
         if other is not None and not other.own:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
         self._checks.check_replace(args, self._known.get(args.lora_name))
-        if may_hang(args.source):
+        if args.source.may_hang:
             (self.lookups.thread if args.lookup else self._copies).check_room()
         if other is not None:
             self._stop(other)  # a lookup; the requests that wait for it get this adapter
@@ -228,13 +218,14 @@ class AdapterRegistry:
             thread.poll()
         if self._unloaded:
             self._free_unused()
-        if self._first_expiry is not None and self._clock() >= self._first_expiry:
-            self._forget_expired()
+        if self._clock() >= self._first_expiry:
+            self._drop_expired()
 
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
-        due = [self._first_expiry, *(thread.next_deadline() for thread in self._threads)]
-        return min((at for at in due if at is not None), default=None)
+        due = [at for thread in self._threads if (at := thread.next_deadline()) is not None]
+        first = min([self._first_expiry, *due])
+        return None if first == math.inf else first
 
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting call with ``error``, and remove the store, when the engine ends."""
@@ -258,9 +249,9 @@ class AdapterRegistry:
         self._num_loads += 1
         load = Load(args, self._num_loads, timeout_s, answer, self._clock(), own=answer is None)
         self._loads[args.lora_name] = load
-        work, done = functools.partial(self._copy, load), functools.partial(self._copied, load)
+        work, on_end = functools.partial(self._copy, load), functools.partial(self._copied, load)
         thread = self.lookups.thread if args.lookup else self._copies
-        thread.submit(Job(load, work, done, timeout_s, reads=may_hang(args.source), deadline=load.deadline))
+        thread.submit(Job(load, work, on_end, timeout_s, reads=args.source.may_hang, deadline=load.deadline))
 
     def _look_up(self, name: str, path: str) -> None:
         args = m.LoadAdapterArgs(name, FolderSource(path), path=path, lookup=True)
@@ -281,8 +272,8 @@ class AdapterRegistry:
         if error is not None:
             self._refuse(load, error)
             return
-        done = functools.partial(self._packed, load)
-        self.reads.read(load.number, load, load.timeout_s, load.deadline, done)
+        on_read = functools.partial(self._packed, load)
+        self.reads.read(load.number, load, load.timeout_s, load.deadline, on_read)
 
     def _packed(self, load: Load, packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
         load.read_s = seconds
@@ -297,34 +288,27 @@ class AdapterRegistry:
             self._refuse(load, problem)
         elif load.args.prepare:
             load.prepared(packed, self._clock())
-            self._first_expiry = self._find_first_expiry()
+            self._first_expiry = min(self._first_expiry, load.expires_at)
         else:
             answer, report = load.answer, self._commit(load, packed)
             if answer is not None:
                 answer(report, None)
 
-    def _next_epoch(self, name: str) -> int:
-        """Return the number of the next load of a name."""
-        known = self._known.get(name)
-        return (self.past_epoch if known is None else known.model.served.adapter_epoch) + 1
-
-    def _find_first_expiry(self) -> float | None:
-        return min((load.expires_at for load in self._loads.values() if load.packed is not None), default=None)
-
-    def _forget_expired(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
-        for load in [load for load in self._loads.values() if load.packed is not None and load.expires_at <= now]:
+        for load in [load for load in self._loads.values() if load.expires_at <= now]:
             log.warning("the prepared load of adapter %r was not ended in time", load.args.lora_name)
             self._refuse(load, WrongOrder("the prepared load was not ended in time"))
-        self._first_expiry = self._find_first_expiry()
+        self._first_expiry = min((load.expires_at for load in self._loads.values()), default=math.inf)
 
     def _commit(self, load: Load, packed: Packed, adapter_epoch: int | None = None) -> dict[str, Any]:
         """Make the name mean the new adapter. Return the report. adapter_epoch: None = the next one."""
         args, info, began = load.args, packed[0], self._clock()
-        epoch = self._next_epoch(args.lora_name) if adapter_epoch is None else adapter_epoch
         del self._loads[args.lora_name]
         adapter = self._known.get(args.lora_name)
         replaced = adapter is not None
+        last_epoch = self.past_epoch if adapter is None else adapter.model.served.adapter_epoch
+        epoch = last_epoch + 1 if adapter_epoch is None else adapter_epoch
         if adapter is None:
             self._num_names += 1
             new = self._looked_up.pop(args.lora_name, None) or self._new_model(args.lora_name)

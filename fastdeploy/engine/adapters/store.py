@@ -26,19 +26,18 @@ from fastdeploy.core.errors import (
     OutOfSpace,
     WeightUpdateRefused,
 )
-from fastdeploy.core.files import SHARED_MEMORY, Folder, new_file, open_regular, write_all
+from fastdeploy.core.files import Folder, new_file, open_regular, write_all
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
-    FileSource,
     FolderSource,
-    WholeSource,
+    Source,
 )
 
 PICKLED = "adapter_model.bin"
 PREFIX = "fastdeploy-adapters-"
 MAX_CONFIG_BYTES = 1 << 20
-PIECE = 1 << 26  # bytes that one system call copies
+BYTES_PER_CALL = 1 << 26
 
 
 class AdapterStore:
@@ -75,7 +74,7 @@ class AdapterStore:
     def copy(
         self,
         number: int,
-        source: WholeSource,
+        source: Source,
         config: dict[str, Any] | None,
         roots: Sequence[str],
         takes_copies: bool = False,
@@ -122,7 +121,7 @@ class AdapterStore:
                 self._root, fd = _make_locked(self._parent)
                 self._remove_root = weakref.finalize(self, _remove_locked, self._root, fd)
 
-    def _fill(self, path: str, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
+    def _fill(self, path: str, source: Source, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         if isinstance(source, FolderSource):
             with _opened(source.path, roots) as folder:
                 self._write_config(path, _read_config(folder))
@@ -137,10 +136,9 @@ class AdapterStore:
         if len(data) > MAX_CONFIG_BYTES:
             raise _refused(ADAPTER_CONFIG, f"has {len(data)} bytes, expected at most {MAX_CONFIG_BYTES}")
         self._write_config(path, data)
-        file, nbytes = (source.path, 0) if isinstance(source, FileSource) else (_segment(source.name), source.nbytes)
-        with _naming(os.path.basename(file)):
-            fd = open_regular(file)
-        self._copy_tensors(path, fd, nbytes)
+        with _naming(os.path.basename(source.file)):
+            fd = open_regular(source.file)
+        self._copy_tensors(path, fd, source.nbytes)
 
     def _write_config(self, path: str, data: bytes) -> None:
         self._check(data)
@@ -161,12 +159,12 @@ class AdapterStore:
                 limit = f"more than the {self._max_bytes} bytes of --adapter-memory-mb"
                 raise _refused(ADAPTER_TENSORS, f"has {size} bytes, {limit}")
             with new_file(os.path.join(path, ADAPTER_TENSORS), 0o600) as target:
-                done = 0
-                while done < size:
-                    piece = os.sendfile(target.fileno(), source, done, min(size - done, PIECE))
-                    if piece == 0:
-                        raise _refused(ADAPTER_TENSORS, f"is cut short: it ended after {done} of {size} bytes")
-                    done += piece
+                copied = 0
+                while copied < size:
+                    sent = os.sendfile(target.fileno(), source, copied, min(size - copied, BYTES_PER_CALL))
+                    if sent == 0:
+                        raise _refused(ADAPTER_TENSORS, f"is cut short: it ended after {copied} of {size} bytes")
+                    copied += sent
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_room(self._parent, error) from error
@@ -212,10 +210,6 @@ def _require(folder: Folder, file: str) -> None:
     """Raise AdapterFolderNotFound unless ``folder`` has the file."""
     if not folder.has(file):
         raise AdapterFolderNotFound(f"lora_path: {folder.path!r} has no {file}", param="lora_path")
-
-
-def _segment(name: str) -> str:
-    return os.path.join(SHARED_MEMORY, name.removeprefix("/"))
 
 
 def _refused(file: str, why: str) -> WeightUpdateRefused:

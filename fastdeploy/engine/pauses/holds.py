@@ -36,7 +36,7 @@ NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mod
 CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
 SYSTEM = "system"  # placed_by of the engine's own holds
 REPUBLISH = "republish"
-SYSTEM_HOLDS = frozenset({"sleep", "in_place", REPUBLISH})  # their names, which are reserved
+SYSTEM_HOLDS = frozenset({"sleep", REPUBLISH})  # their names, which are reserved
 
 
 class ReleaseReason(Enum):

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.request import Request, Scope
+from fastdeploy.core.request import NewTokens, Request, Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
-from fastdeploy.scheduler.scheduler import NewToken
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -128,26 +127,26 @@ class Delivery:
                 fence.unacknowledged.discard(client)
             self.on_gone(client)
 
-    def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """Send every new token, and one final output for each request that ended. A client with more than MAX_OUTPUTS
-        outputs gets several messages, so it can read the first while the others are made."""
+    def send_outputs(self, step: list[NewTokens], ended: list[Request]) -> None:
+        """Send the new tokens of a step, and one final output for each request that ended. A client with more than
+        MAX_OUTPUTS outputs gets several messages, so it can read the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
-        with_token = set()
-        for token in tokens:
-            with_token.add(token.request)
-            self._collect(token.request, token, by_client)
+        with_tokens = set()
+        for new in step:
+            with_tokens.add(new.request)
+            self._collect(new.request, new, by_client)
         for request in ended:
-            if request not in with_token:
+            if request not in with_tokens:
                 self._collect(request, None, by_client)
         for client, outputs in by_client.items():
             self.send(client, m.Outputs(outputs))
 
-    def _collect(self, request: Request, token: NewToken | None, by_client: dict[str, list[Output]]) -> None:
+    def _collect(self, request: Request, new: NewTokens | None, by_client: dict[str, list[Output]]) -> None:
         group = request.group
         retained = group.add.retain_s > 0
         if request.silent and not retained:
             return
-        output = _output(request, token)
+        output = _output(request, new)
         if retained:
             self._retain(output)
         if not request.silent and group.client in self.clients:
@@ -200,18 +199,18 @@ class Delivery:
             fence.followed |= fence.scope.covers(scope)
 
 
-def _output(request: Request, token: NewToken | None) -> Output:
-    first = token.first if token is not None else request.num_output_tokens == 0
+def _output(request: Request, new: NewTokens | None) -> Output:
+    first = new.first if new is not None else request.num_output_tokens == 0
     return Output(
         request_id=request.group.add.request_id,
         choice=request.choice,
-        token_ids=[token.token_id] if token else [],
-        logprobs=[token.logprob] if token and token.logprob is not None else [],
-        spans=[token.span] if token else [],
+        token_ids=new.token_ids if new else [],
+        logprobs=[*new.logprobs] if new else [],
+        spans=[new.span] if new else [],
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
         prompt_logprobs=request.prompt_logprobs if first else [],
-        cached_tokens=request.cached_tokens if token is None or token.first else 0,
+        cached_tokens=request.cached_tokens if new is None or new.first else 0,
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,
     )

@@ -17,13 +17,13 @@ from typing import Any
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.process import check_integrity
-from fastdeploy.core.request import FinishReason, Group, Request, RequestTable, Scope, ServedModel
+from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, RequestTable, Scope, ServedModel
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+from fastdeploy.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -126,7 +126,7 @@ class RequestLifecycle:
 
     # ------------------------------------------------------------------ out
 
-    def hand_over(self, tokens: list[NewToken]) -> None:
+    def hand_over(self, tokens: list[NewTokens]) -> None:
         """Send new tokens and final outputs, and retire ended requests. No other function retires a request."""
         ended, self._scheduler.ended = self._scheduler.ended, []
         if not tokens and not ended:
@@ -168,7 +168,7 @@ class RequestLifecycle:
         self.hand_over([])
 
     def refuse(self, model: ServedModel, error: FastDeployError) -> None:
-        """Tell the clients of all requests of ``model`` that these are not accepted after all."""
+        """Reject all requests of ``model`` after all."""
         groups = dict.fromkeys(request.group for request in model.requests if request.live)
         for group in groups:
             self._delivery.reject(group.client, group.add.request_id, error)
@@ -232,8 +232,8 @@ class RequestLifecycle:
                 self._scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     @handles(m.RetainedArgs)
-    def tell_known(self, args: m.RetainedArgs) -> dict[str, Any]:
-        """Tell whether a request runs here or has a retained result."""
+    def describe_retained(self, args: m.RetainedArgs) -> dict[str, Any]:
+        """Say whether a request runs here or has a retained result."""
         return {"known": self.knows(args.request_id)}
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:

@@ -147,23 +147,23 @@ class RetainedLog:
             raise ResultLost(f"request_id {(add.group or add.request_id)!r}: {why}", param="request_id")
 
     def began(self, add: AddRequest) -> None:
-        """Note a request that this engine has accepted."""
-        self._note(add, Entry(add.retain_s, 0.0))
+        """Record a request that this engine has accepted."""
+        self._record(add, Entry(add.retain_s, 0.0))
 
     def ended(self, add: AddRequest) -> None:
-        """Note that the result is complete."""
-        self._note(add, Entry(add.retain_s, self._clock() + add.retain_s))
+        """Record that the result is complete."""
+        self._record(add, Entry(add.retain_s, self._clock() + add.retain_s))
 
     def dropped(self, add: AddRequest) -> None:
-        """Note that the result is not kept any more."""
-        self._note(add, Entry(0.0, 0.0))
+        """Record that the result is not kept any more."""
+        self._record(add, Entry(0.0, 0.0))
 
     def forget_lost(self) -> None:
         """Forget the lost results: their ids may be used again."""
         self._lost.clear()
         self._write_anew()
 
-    def _note(self, add: AddRequest, entry: Entry) -> None:
+    def _record(self, add: AddRequest, entry: Entry) -> None:
         if not self._path:
             return
         key = _key(add)
@@ -201,7 +201,7 @@ class RetainedLog:
         self._num_records += len(entries)
 
     def _give_up(self, error: OSError) -> None:
-        log.error("retained requests cannot be noted, so a restarted engine will not know them: %s", error)
+        log.error("retained requests cannot be recorded, so a restarted engine will not know them: %s", error)
         self._path = ""
         if self._file is not None:
             self._file.close()

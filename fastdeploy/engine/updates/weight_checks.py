@@ -1,12 +1,12 @@
-"""Checks of an update against the weights that serve and the pause."""
+"""Checks of an update against the weights that serve."""
 
 from __future__ import annotations
 
 from fastdeploy.core.errors import BaseMismatch, InvalidField, VersionConflict, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.weight_source import DeltaBase
 from fastdeploy.engine.field_checks import check_epoch, check_fingerprint, check_kv, check_label, check_seconds
-from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs
 
 ASLEEP = (
@@ -16,11 +16,10 @@ ASLEEP = (
 
 
 class UpdateChecks:
-    """The rules of one engine. pause: of the whole engine. stage_timeout_s: of a session without a timeout_s."""
+    """The rules of one engine. scope: the whole engine. stage_timeout_s: of a session without a timeout_s."""
 
-    def __init__(self, runner: Runner, pause: PauseState, stage_timeout_s: float):
-        self._runner, self._pause, self._scope = runner, pause, pause.scope
-        self._stage_timeout_s = stage_timeout_s
+    def __init__(self, runner: Runner, scope: Scope, stage_timeout_s: float):
+        self._runner, self._scope, self._stage_timeout_s = runner, scope, stage_timeout_s
 
     def check_fields(self, args: BeginUpdateArgs) -> float:
         """Check the fields of a begin. Return the session's ``timeout_s``. Raises InvalidField."""
@@ -34,9 +33,8 @@ class UpdateChecks:
         if args.base is not None:
             check_fingerprint("base_fingerprint", args.base.fingerprint)
             check_label("base_version", args.base.version)
-            for field, given in (("partial", args.partial), ("in_place", args.in_place)):
-                if given:
-                    raise InvalidField(field, "expected false with base_fingerprint")
+            if args.partial:
+                raise InvalidField("partial", "expected false with base_fingerprint")
         return timeout_s
 
     def check_state(self, args: BeginUpdateArgs) -> None:
@@ -44,8 +42,6 @@ class UpdateChecks:
         self.check_serving(args)
         if args.partial and not self._runner.has_weights:
             raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
-        if args.in_place and not self._pause.is_paused:
-            raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
 
     def check_serving(self, args: BeginUpdateArgs) -> None:
         """Raise an error unless the weights that serve are those that the update was made for."""

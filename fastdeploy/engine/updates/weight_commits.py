@@ -13,15 +13,14 @@ from fastdeploy.engine.field_checks import check_result_is_named
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.updates.session_book import SessionBook
 from fastdeploy.engine.updates.weight_checks import UpdateChecks, check_result
-from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
+from fastdeploy.engine.updates.weight_session import SessionBook, SessionEvent, SessionState, WeightSession
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator.messages import CommitUpdateArgs
 
 log = logging.getLogger("fastdeploy.engine")
 
-IN_PLACE_HOLD, REPUBLISH_HOLD = "in_place", "republish"
+REPUBLISH_HOLD = "republish"
 
 
 class WeightCommits:
@@ -42,7 +41,7 @@ class WeightCommits:
         book: SessionBook,
         thread: StagingThread,
         clock: Callable[[], float],
-        end: Callable[[Session, FastDeployError], None],
+        end: Callable[[WeightSession, FastDeployError], None],
     ):
         self._runner = runner
         self._switch = switch
@@ -54,7 +53,7 @@ class WeightCommits:
         self._end = end
         self.last_commit_s = 0.0
 
-    def check_and_note(self, session: Session, args: CommitUpdateArgs) -> None:
+    def check_and_note(self, session: WeightSession, args: CommitUpdateArgs) -> None:
         """Check the fields of a commit against the weights that serve, and take them over into the session. Raises an
         error, and changes nothing then."""
         fingerprint = args.fingerprint or session.fingerprint
@@ -71,7 +70,7 @@ class WeightCommits:
         session.eos_token_ids = session.eos_token_ids if args.eos_token_ids is None else args.eos_token_ids
 
     def submit(
-        self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool, prepare: bool = False
+        self, session: WeightSession, work: Callable[[], Any], answer: Answer, reads: bool, prepare: bool = False
     ) -> None:
         """Let ``work`` finish the weights on the staging thread, and swap them in afterwards. prepare: wait for a
         commit with the swap. reads: whether ``work`` reads files."""
@@ -96,7 +95,7 @@ class WeightCommits:
 
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))
 
-    def end_prepared(self, session: Session, prepare: bool, answer: Answer) -> None:
+    def end_prepared(self, session: WeightSession, prepare: bool, answer: Answer) -> None:
         """Commit a prepared session; ``swap_prepared`` follows. prepare: only renew the lease."""
         session.answer = answer
         if prepare:
@@ -105,19 +104,19 @@ class WeightCommits:
             session.advance(SessionEvent.COMMIT)
             session.ready_at = self._clock()
 
-    def swap_prepared(self, session: Session) -> None:
+    def swap_prepared(self, session: WeightSession) -> None:
         """Swap in the weights of a prepared session whose commit has come."""
         staged, session.staged = session.staged, None
         assert staged is not None
         self._swap(session, staged)
 
-    def _tell_prepared(self, session: Session) -> None:
+    def _tell_prepared(self, session: WeightSession) -> None:
         assert session.staged is not None
         session.renew(self._clock())
         result = {"session_id": session.id, "fingerprint": session.staged.fingerprint}
         session.answer_commit({**result, "eos_token_ids": session.staged.eos_token_ids}, None)
 
-    def _problem(self, session: Session, staged: Staged | None) -> FastDeployError | None:
+    def _problem(self, session: WeightSession, staged: Staged | None) -> FastDeployError | None:
         """Return why the weights may not serve: they are not those that the trainer named, or were made for other
         weights than those that serve."""
         try:
@@ -129,7 +128,7 @@ class WeightCommits:
             return error.with_traceback(None)  # the stack frames refer to the new weights
         return None
 
-    def _swap(self, session: Session, staged: Staged) -> None:
+    def _swap(self, session: WeightSession, staged: Staged) -> None:
         """Swap in the new weights with their label and ``weight_epoch``."""
         began = self._clock()
         if session.eos_token_ids is not None:
@@ -138,8 +137,7 @@ class WeightCommits:
         session.staging = None
         session.advance(SessionEvent.SWAP)
         self._book.end(SessionNotFound(f"weight session {session.id} was committed already"))
-        for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
-            self._pause.release_system_hold(hold)
+        self._pause.release_system_hold(REPUBLISH_HOLD)
         ended = self._clock()
         self.last_commit_s = ended - began
         session.answer_commit({**report, **session.report(began, ended), "state": self._pause.phase.value}, None)

@@ -1,17 +1,23 @@
-"""One weight session: its states as a table, and its data. ``weights.py`` runs the session."""
+"""Weight sessions: the states of one as a table, its data, and the book that finds it. ``weights.py`` runs it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFound, UpdateInProgress, WrongOrder
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.runner import ChunkReceipt, Staged, Staging
+from fastdeploy.core.runner import PartReceipt, Staged, Staging
 from fastdeploy.engine.requests.delivery import Answer
-from fastdeploy.engine.updates.weight_streams import WeightStreams, may_stream
-from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
+from fastdeploy.inter_communicator.messages import (
+    BeginUpdateArgs,
+    CheckUpdateArgs,
+    CommitUpdateArgs,
+    UpdatePartArgs,
+    UpdateWeightsArgs,
+)
 
 
 class SessionState(Enum):
@@ -31,6 +37,7 @@ class SessionEvent(Enum):
     END = "end"  # aborted, refused, or the lease ended: the old weights stay
 
 
+MAX_REMEMBERED = 64  # sessions that have ended
 # An event that is not listed is our own mistake and raises KeyError.
 TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
     (SessionState.OPEN, SessionEvent.PART): SessionState.OPEN,
@@ -47,16 +54,15 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
 
 
 @dataclass
-class Session:
+class WeightSession:
     """One update of weights. begin: the call that opened it. opened: the reply to it, without "session_id".
 
-    version, kv, fingerprint: of begin, until a later call replaces them. weight_epoch, eos_token_ids: that a commit has
-    asked for.
+    version, kv, fingerprint: of begin, until a later call replaces them. weight_epoch, eos_token_ids: those that a
+    commit has asked for.
     staging: None when the session has ended. staged: the weights of a session that is PREPARED or READY.
-    owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
-    being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
-    staging thread has worked. answer: of the commit call. events: gets every change of the state. Times are on the
-    loop's clock.
+    owner: the session ends with the connection of this client, while it waits for parts. pending: parts without an
+    answer yet. tensors, nbytes: received so far. stage_s: seconds that the staging thread has worked. answer: of the
+    commit call. events: gets every change of the state. Times are on the loop's clock.
     """
 
     id: str
@@ -70,7 +76,6 @@ class Session:
     kv: str = field(init=False)
     fingerprint: str | None = field(init=False)
     expires_at: float = field(init=False)
-    streams: WeightStreams = field(init=False)
     state: SessionState = SessionState.OPEN
     pending: int = 0
     tensors: int = 0
@@ -85,7 +90,6 @@ class Session:
 
     def __post_init__(self) -> None:
         self.version, self.kv, self.fingerprint = self.begin.version, self.begin.kv, self.begin.fingerprint
-        self.streams = WeightStreams(may_stream(self.begin))
         self.renew(self.started_at)
         self._tell("begin")
 
@@ -101,11 +105,10 @@ class Session:
 
     @property
     def lease_runs(self) -> bool:
-        """True if the lease may end. It does not end while an upload is received, a part is staged, or the commit is
-        checked."""
+        """True if the lease may end. It does not end while a part is staged, or the commit is checked."""
         if self.state is SessionState.PREPARED:
             return True
-        return self.state is SessionState.OPEN and self.pending == 0 and not self.streams
+        return self.state is SessionState.OPEN and self.pending == 0
 
     def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
@@ -116,7 +119,7 @@ class Session:
             fields = {"state": self.state.value, "event": event, "version": self.version, "nbytes": self.nbytes}
             self.events.add(EventKind.SESSION, self.id, **fields)
 
-    def add(self, staging: Staging, args: UpdateChunkArgs | UpdateWeightsArgs) -> ChunkReceipt:
+    def add(self, staging: Staging, args: UpdatePartArgs | UpdateWeightsArgs) -> PartReceipt:
         """Add one part to ``staging``, on the staging thread. Raises an error if the session has ended meanwhile."""
         receipt = staging.add(args.source, args.checksums, args.verify_checksum, args.form)
         self.tensors += receipt.tensors
@@ -136,7 +139,6 @@ class Session:
             "placed_by": self.begin.placed_by,
             "version": self.version,
             "partial": self.begin.partial,
-            "in_place": self.begin.in_place,
             "delta": self.begin.base is not None,
             "tensors_received": self.tensors,
             "nbytes_received": self.nbytes,
@@ -154,3 +156,90 @@ class Session:
         }
         timings_ms = {name: round(value * 1000, 3) for name, value in seconds.items()}
         return {"session_id": self.id, "tensors": self.tensors, "nbytes": self.nbytes, "timings_ms": timings_ms}
+
+
+class EndedSessions:
+    """The latest MAX_REMEMBERED sessions that have ended, each with the error that later calls get."""
+
+    def __init__(self) -> None:
+        self._errors: OrderedDict[str, FastDeployError] = OrderedDict()
+        self._keys: dict[str, str] = {}  # session id by idempotency key
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._errors
+
+    def add(self, session: WeightSession, error: FastDeployError) -> None:
+        self._errors[session.id] = error
+        if session.begin.idempotency_key is not None:
+            self._keys[session.begin.idempotency_key] = session.id
+        if len(self._errors) > MAX_REMEMBERED:
+            self._errors.popitem(last=False)
+            self._keys = {key: session_id for key, session_id in self._keys.items() if session_id in self._errors}
+
+    def error(self, session_id: str) -> FastDeployError:
+        """Return the error for a call that names a session that is not open. The error refers to no stack frame of an
+        earlier call that it was raised in."""
+        error = self._errors.get(session_id)
+        if error is None:
+            return SessionNotFound(f"there is no weight session {session_id!r}")
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+
+    def check_key(self, idempotency_key: str | None) -> None:
+        """Raise the error for a begin whose session has ended already."""
+        if idempotency_key in self._keys:
+            raise self.error(self._keys[idempotency_key])
+
+
+class SessionBook:
+    """The open session, or None, and the latest ones that have ended."""
+
+    def __init__(self) -> None:
+        self.session: WeightSession | None = None
+        self.ended = EndedSessions()
+
+    def end(self, why: FastDeployError) -> None:
+        """Close the open session. Later calls that name it get ``why``."""
+        session, self.session = self.session, None
+        assert session is not None
+        self.ended.add(session, why)
+
+    def id_in(self, args: UpdatePartArgs | CheckUpdateArgs | CommitUpdateArgs) -> str | None:
+        """Return the session id in the call, or else the id of the open session if the same ``placed_by`` opened it."""
+        session = self.session
+        if args.session_id is not None or session is None or session.begin.placed_by != args.placed_by:
+            return args.session_id
+        return session.id
+
+    def find_open(self, session_id: str) -> WeightSession:
+        """Return the session if it takes parts. Raises WrongOrder, or the error of its end."""
+        session = self.find_for_commit(session_id)
+        if session.state is SessionState.PREPARED:
+            raise WrongOrder(f"weight session {session.id} is prepared: it takes a commit or an abort only")
+        return session
+
+    def find_for_commit(self, session_id: str) -> WeightSession:
+        """Return the session if it takes a commit. Raises WrongOrder, or the error of its end."""
+        session = self.session
+        if session is None or session.id != session_id:
+            raise self.ended.error(session_id)
+        if session.state not in (SessionState.OPEN, SessionState.PREPARED):
+            raise WrongOrder(f"weight session {session.id} is being committed already")
+        return session
+
+    def find_begun(self, args: BeginUpdateArgs) -> WeightSession | None:
+        """Return the open session if a begin with the same key has opened it. Raises InvalidField if that begin had
+        other fields."""
+        session, key = self.session, args.idempotency_key
+        if session is None or key is None or key != session.begin.idempotency_key:
+            return None
+        if args != session.begin:
+            raise InvalidField("idempotency_key", "expected a new key: a begin with other fields has used this one")
+        return session
+
+    def check_free(self, args: BeginUpdateArgs, now: float) -> None:
+        """Raise UpdateInProgress if a session is open, and the error of its end if the session of the key has ended."""
+        self.ended.check_key(args.idempotency_key)
+        if self.session is not None:
+            owner, age = self.session.begin.placed_by, now - self.session.started_at
+            raise UpdateInProgress(f"{owner} opened a weight session {age:.1f} s ago; try again when it has ended")

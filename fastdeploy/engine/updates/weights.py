@@ -24,21 +24,18 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.request import Scope
-from fastdeploy.core.runner import ChunkReceipt, Runner
-from fastdeploy.core.source_policy import SourcePolicy
-from fastdeploy.core.weight_source import StreamSource, may_hang
+from fastdeploy.core.runner import PartReceipt, Runner
+from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.engine.field_checks import check_fingerprint, check_form, check_kv, check_label, check_result_is_named
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.pauses.holds import Admission, Mode
 from fastdeploy.engine.pauses.pause import PauseState
 from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.updates.session_book import SessionBook
 from fastdeploy.engine.updates.weight_checks import UpdateChecks
-from fastdeploy.engine.updates.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
+from fastdeploy.engine.updates.weight_commits import REPUBLISH_HOLD, WeightCommits
 from fastdeploy.engine.updates.weight_info import WeightInfo
-from fastdeploy.engine.updates.weight_session import Session, SessionEvent, SessionState
-from fastdeploy.engine.updates.weight_streams import may_stream
+from fastdeploy.engine.updates.weight_session import SessionBook, SessionEvent, SessionState, WeightSession
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
@@ -71,7 +68,7 @@ class WeightSessions:
         self._pause = pause
         self._scope: Scope = pause.scope
         self._policy = policy
-        self._checks = UpdateChecks(runner, pause, stage_timeout_s)
+        self._checks = UpdateChecks(runner, pause.scope, stage_timeout_s)
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
         self._clients = clients
@@ -84,7 +81,7 @@ class WeightSessions:
         self.num_failed = 0
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> WeightSession | None:
         return self._book.session
 
     @property
@@ -101,13 +98,6 @@ class WeightSessions:
         """True while a job of the staging thread runs or waits."""
         return self._thread.busy
 
-    def release_in_place_hold(self) -> None:
-        """Release the hold of an update in place that has ended, if the weights are complete. Called again after a
-        wake-up: weights that sleep do not count as complete."""
-        needed = self.session is not None and self.session.begin.in_place  # by a later session
-        if self._runner.has_weights and not needed:
-            self._pause.release_system_hold(IN_PLACE_HOLD)
-
     def hold_for_republish(self, locked: str = "") -> None:
         """Hold the whole engine until weights are committed. locked: see Hold."""
         self._pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked)
@@ -122,9 +112,9 @@ class WeightSessions:
         session.renew(self._clock())
         return {"session_id": session.id, **session.opened}
 
-    @handles(m.UpdateChunkArgs)
-    def add_part(self, args: m.UpdateChunkArgs, client: str, answer: Answer) -> None:
-        session_id = self._book.meant(args)
+    @handles(m.UpdatePartArgs)
+    def add_part(self, args: m.UpdatePartArgs, answer: Answer) -> None:
+        session_id = self._book.id_in(args)
         if session_id is None:
             answer({"session_id": None}, None)
             return
@@ -132,39 +122,31 @@ class WeightSessions:
         self._check_source(args)
         check_form(args.form, session.begin.base)
         check_label("version", args.version)
-        if isinstance(args.source, StreamSource):
-            session.streams.take(args.source, client)
-            if not session.streams.allowed:  # the stream has no content: it only stops the lease
-                session.renew(self._clock())
-                answer({"session_id": session.id}, None)
-                return
         session.advance(SessionEvent.PART)
         session.version = args.version or session.version
         self._submit_part(session, args, answer)
 
     @handles(m.CheckUpdateArgs)
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
-        """Raise the error that a part, or a begin with ``args.begin``, would raise."""
-        session_id = self._book.meant(args)
+        """Raise the error that a part, or a begin with ``args.begin``, would raise. Renew the lease of the session."""
+        session_id = self._book.id_in(args)
         if session_id is not None:
             session = self._book.find_open(session_id)
-            base, streams = session.begin.base, session.streams.allowed
-        else:
-            self._check_begin(args.begin)
-            base, streams = args.begin.base, may_stream(args.begin)
-            check_result_is_named(base, args.begin.fingerprint)
-        check_form(args.form, base)
-        return {"session_id": session_id, "streams": streams}
+            check_form(args.form, session.begin.base)
+            session.renew(self._clock())
+            return {"session_id": session_id, "lease_s": session.begin.lease_s}
+        self._check_begin(args.begin)
+        check_result_is_named(args.begin.base, args.begin.fingerprint)
+        check_form(args.form, args.begin.base)
+        return {"session_id": None}
 
     @handles(m.CommitUpdateArgs)
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         """Commit or prepare a session, see messages.CommitUpdateArgs. A bad field leaves the session as it was."""
-        session_id = self._book.meant(args)
+        session_id = self._book.id_in(args)
         if session_id is None:
             raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
         session = self._book.find_for_commit(session_id)
-        if session.streams:
-            raise WrongOrder(f"an upload to weight session {session.id} is being received: commit after its reply")
         check_label("version", args.version)
         check_kv(args.kv)
         check_fingerprint("fingerprint", args.fingerprint)
@@ -187,7 +169,7 @@ class WeightSessions:
             session.add(staging, args)
             return staging.finish()
 
-        self._commits.submit(session, work, answer, reads=may_hang(args.source))
+        self._commits.submit(session, work, answer, reads=args.source.may_hang)
 
     @handles(m.AbortUpdateArgs)
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
@@ -263,9 +245,9 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ inside
 
-    def _check_source(self, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> None:
+    def _check_source(self, args: m.UpdatePartArgs | m.UpdateWeightsArgs) -> None:
         self._policy.check(args.source)
-        if may_hang(args.source):
+        if args.source.may_hang:
             self._thread.check_room()
 
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
@@ -281,19 +263,12 @@ class WeightSessions:
             return
         if session.owner is not None and session.owner not in self._clients:
             self._end(session, SessionNotFound(f"weight session {session.id}: its API server is gone"))
-            return
-        for source in session.streams.broken_off(self._clients):
-            log.warning("upload %s to weight session %s broke off: its API server is gone", source.stream, session.id)
-            if session.streams.allowed:
-                self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
 
-    def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> Session:
+    def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> WeightSession:
         timeout_s = self._check_begin(args)
         opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **self._info.facts()}
-        staging = self._runner.begin_update(args.partial, args.in_place, delta=args.base is not None)
-        if args.in_place:
-            self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
-        self._book.session = session = Session(
+        staging = self._runner.begin_update(args.partial, delta=args.base is not None)
+        self._book.session = session = WeightSession(
             id=f"weights-{uuid.uuid4().hex[:12]}",
             begin=args,
             opened=opened,
@@ -305,10 +280,10 @@ class WeightSessions:
         )
         return session
 
-    def _submit_part(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def _submit_part(self, session: WeightSession, args: m.UpdatePartArgs, answer: Answer) -> None:
         session.pending += 1
 
-        def done(receipt: ChunkReceipt | None, error: FastDeployError | None, seconds: float) -> None:
+        def done(receipt: PartReceipt | None, error: FastDeployError | None, seconds: float) -> None:
             session.pending -= 1
             session.stage_s += seconds
             session.renew(self._clock())
@@ -335,11 +310,11 @@ class WeightSessions:
             )
 
         work = functools.partial(session.add, session.open_staging, args)
-        self._thread.submit(Job(session, work, done, session.timeout_s, reads=may_hang(args.source)))
+        self._thread.submit(Job(session, work, done, session.timeout_s, reads=args.source.may_hang))
 
-    def _end(self, session: Session, why: FastDeployError) -> None:
-        """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
-        update must follow before any step. A running job of the session is abandoned, because it may hang."""
+    def _end(self, session: WeightSession, why: FastDeployError) -> None:
+        """End a session without a commit. The old weights stay. A running job of the session is abandoned, because it
+        may hang."""
         session.advance(SessionEvent.END)
         self._book.end(why)
         self.num_failed += 1
@@ -350,6 +325,5 @@ class WeightSessions:
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            self.release_in_place_hold()
 
         self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))

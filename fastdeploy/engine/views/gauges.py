@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.engine.parts import EngineParts
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
 from fastdeploy.engine.sleep import TAGS
-from fastdeploy.engine.views.state import EngineParts
 from fastdeploy.metrics.metrics import EngineMetrics
 
 log = logging.getLogger("fastdeploy.engine")
@@ -48,7 +50,16 @@ def _add_adapter_gauges(parts: EngineParts) -> None:
     text = "Loads of adapters that were refused or failed, since start"
     add("adapter_loads_failed", text, lambda: adapters.num_failed)
     text = f"Sequences of an adapter, for the {MAX_SERIES} adapters with most of them"
-    parts.metrics.add_series("adapter_requests", text, "lora_name", lambda: adapters.num_requests(MAX_SERIES))
+    parts.metrics.add_series("adapter_requests", text, "lora_name", lambda: _most_requested(parts.scopes))
+
+
+def _most_requested(scopes: ScopeRegistry) -> dict[str, int]:
+    """Return the number of choices by the name of their adapter, for the MAX_SERIES names with most choices."""
+    numbers: Counter[str] = Counter()
+    for model in scopes.adapters:
+        if model.requests:
+            numbers[model.served.adapter_name] += len(model.requests)
+    return dict(numbers.most_common(MAX_SERIES))
 
 
 def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:

@@ -47,7 +47,7 @@ class TraceFile:
         self._encode = msgspec.json.Encoder().encode
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._num_dropped = 0
-        self._told_dropped = 0
+        self._reported_dropped = 0
         self._size = 0
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
@@ -73,12 +73,12 @@ class TraceFile:
 
     def _run(self) -> None:
         try:
-            self._write(self._tracks.take())
+            self._write(self._tracks.drain())
             while batch := self._next_batch():
                 self._write(self._tracks.begin(batch[0], time.strftime("%Y-%m-%dT%H:%M:%S%z")))
                 self._write([out for event in batch for out in self._tracks.feed(event)])
-                if (dropped := self._num_dropped) > self._told_dropped:
-                    missing, self._told_dropped = dropped - self._told_dropped, dropped
+                if (dropped := self._num_dropped) > self._reported_dropped:
+                    missing, self._reported_dropped = dropped - self._reported_dropped, dropped
                     self._write(self._tracks.mark("events are missing here: the disk is slow", missing=missing))
                 if self._size >= self._max_bytes:
                     log.warning("the trace %s ends: it has reached --trace-max-mb", self.path)

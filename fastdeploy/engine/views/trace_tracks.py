@@ -90,9 +90,9 @@ class Tracks:
     def feed(self, event: Event) -> list[TraceEvent]:
         self._last_us = _us(event.at)
         self._feed[event.kind](event)
-        return self.take()
+        return self.drain()
 
-    def take(self) -> list[TraceEvent]:
+    def drain(self) -> list[TraceEvent]:
         """Return the trace events since the last call."""
         out, self._out = self._out, []
         return out
@@ -100,7 +100,7 @@ class Tracks:
     def mark(self, name: str, **args: Any) -> list[TraceEvent]:
         """Return a mark across all tracks, at the time of the last event."""
         self._put("i", name, self._last_us, STEPS_TID, s="g", args=args)
-        return self.take()
+        return self.drain()
 
     def end(self) -> list[TraceEvent]:
         """Return the ends of all open slices, at the time of the last event."""
@@ -108,7 +108,7 @@ class Tracks:
             self._leave(lane, self._last_us, {"why": "the trace ends"})
         for cat, of in list(self._spans):
             self._close(cat, of, self._last_us)
-        return self.take()
+        return self.drain()
 
     # ------------------------------------------------------------------ requests
 
@@ -120,12 +120,12 @@ class Tracks:
         self._close("waiting", event.name, at)
         if (lost := self._lanes.pop(event.name, None)) is not None:  # the end of its lane is missing
             self._leave(lost, at, {})
-        lane = self._lanes[event.name] = Lane(self._take_tid())
+        lane = self._lanes[event.name] = Lane(self._next_tid())
         self._put("B", event.name, at, lane.tid, args=event.fields)
         if (flow := self._flows.pop(event.name, None)) is not None:
             self._put("f", "preempted", at, lane.tid, cat="preempted", id=flow, bp="e")
 
-    def _take_tid(self) -> int:
+    def _next_tid(self) -> int:
         if self._free:
             return heapq.heappop(self._free)
         tid = FIRST_LANE_TID + self._num_lanes
@@ -192,20 +192,21 @@ class Tracks:
             if chunk.count > 1:
                 prompts[request.name] = chunk.count
         name = "step" if sampled is not None else "step, given up for a pause"
-        tokens = len(sampled or ())
+        tokens = sum(len(new.token_ids) for new in sampled or ())
         args = {"step": plan.step_id, "sequences": len(requests), "prompt_tokens": sum(prompts.values())}
         self._complete(name, began, end, STEPS_TID, {**args, "tokens": tokens})
         for of, count in prompts.items():
             if (lane := self._lanes.get(of)) is not None:
                 self._end_tokens(lane, began)
                 self._complete(f"{count} prompt tokens", began, end, lane.tid, {"given_up": sampled is None})
-        for token in sampled or ():
-            self._token(token.request.name, token.span.version, token.request.name in prompts, began, end)
+        for new in sampled or ():
+            name, count = new.request.name, len(new.token_ids)
+            self._count_tokens(name, count, new.span.version, name in prompts, began, end)
         self._tokens += tokens
         if event.at - self._counted_at >= COUNT_EVERY_S:
             self._count(event.at, event.fields["free_blocks"])
 
-    def _token(self, name: str, version: str, after_prompt: bool, began: int, end: int) -> None:
+    def _count_tokens(self, name: str, count: int, version: str, after_prompt: bool, began: int, end: int) -> None:
         lane = self._lanes.get(name)
         if lane is None:
             return
@@ -214,7 +215,7 @@ class Tracks:
             self._end_tokens(lane, start)
             lane.version = version
             self._put("B", f"version {version}", start, lane.tid)
-        lane.tokens += 1
+        lane.tokens += count
 
     def _count(self, now: float, free_blocks: int) -> None:
         at, seconds = _us(now), now - self._counted_at if self._counted_at else 0.0

@@ -3,9 +3,9 @@
 A trainer publishes versions in a folder that this host can read: whole checkpoints, and deltas against the version
 before. A pull brings a local folder to one version. An ordinary update then loads the local folder.
 
-    published.py   a published version, whole or delta; each framework's dialect reads its own format
-    patch.py       the new bytes of one tensor
-    checksums.py   the checksums of tensors
+    published.py   a published version, whole or delta, and the headers of its files
+    formats.py     how slime and SkyRL publish versions
+    patch.py       the new bytes of one tensor, and their checksum
     local.py       the local folder: copies whole versions, patches deltas into its files
     pulls.py       the versions to apply, in order, on threads that may hang
 

@@ -22,8 +22,7 @@ import msgspec
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.files import make_beneath, open_regular, read_whole
 from fastdeploy.core.pulled_folder import LOCK, STATE, SYNC
-from fastdeploy.http.checkpoint_deltas.checksums import ALGORITHMS
-from fastdeploy.http.checkpoint_deltas.patch import ENCODINGS, patch_bytes
+from fastdeploy.http.checkpoint_deltas.patch import ALGORITHMS, ENCODINGS, patch_bytes
 from fastdeploy.http.checkpoint_deltas.published import (
     MAX_JSON_BYTES,
     Delta,

@@ -1,4 +1,4 @@
-"""The new bytes of one tensor: the old bytes and one payload of a delta.
+"""The new bytes of one tensor: the old bytes and one payload of a delta. And their checksum.
 
 A payload is one zstd frame. Positions and changes are of bytes, whatever the dtype of the tensor.
 
@@ -12,17 +12,50 @@ read, changed, added to its checksum and written in blocks that stay in the cach
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import blake3
 import numpy as np
+import xxhash
 import zstandard
 
 from fastdeploy.core.delta_format import decompress
-from fastdeploy.http.checkpoint_deltas.checksums import Hasher
 
 BLOCK_BYTES = 1 << 20
+
+
+class Hasher(Protocol):
+    """A checksum of bytes that are given piece by piece."""
+
+    def update(self, data: Any, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class Adler32:
+    """Adler-32 (RFC 1950) with the interface of hashlib. 8 hexadecimal digits."""
+
+    def __init__(self) -> None:
+        self._value = zlib.adler32(b"")
+
+    def update(self, data: Any, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+# By the names that slime and SkyRL give them.
+ALGORITHMS: dict[str, Callable[[], Hasher]] = {
+    "xxh3-128": xxhash.xxh3_128,
+    "blake3": blake3.blake3,
+    "adler32": Adler32,
+    "sha256": hashlib.sha256,
+}
 
 
 class Patch(Protocol):
@@ -39,7 +72,7 @@ class Patch(Protocol):
 
 
 class Xor:
-    """See the docstring of the file. The frame is decompressed as the blocks come."""
+    """The bytes of the tensor, xor the old ones. The frame is decompressed as the blocks come."""
 
     def __init__(self, frame: np.ndarray, nbytes: int):
         self._nbytes = nbytes
@@ -71,7 +104,7 @@ class Xor:
 
 
 class Overwrite:
-    """See the docstring of the file. Raises ValueError for a malformed payload."""
+    """New values at a list of positions. Raises ValueError for a malformed payload."""
 
     def __init__(self, frame: np.ndarray, nbytes: int):
         payload = decompress(frame, 4 + 5 * nbytes)

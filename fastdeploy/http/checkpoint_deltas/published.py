@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.files import Folder
-from fastdeploy.http.checkpoint_deltas.checksums import ALGORITHMS
-from fastdeploy.http.checkpoint_deltas.patch import ENCODINGS
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
@@ -73,14 +70,6 @@ class Published:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-class Stream(Protocol):
-    """The versions that one trainer publishes. Version 0 is the model that it began with."""
-
-    def open(self, version: int) -> AbstractContextManager[Published]:
-        """Open a version and check its lists of files and tensors. Raises InvalidField or WeightUpdateRefused."""
-        ...
-
-
 class TensorInfo(msgspec.Struct):
     """The entry of a tensor in the header of a safetensors file. data_offsets: in bytes from the end of the header."""
 
@@ -118,25 +107,6 @@ def whole_version(version: int, folder: Folder) -> Published:
         folder.close()
         raise WeightUpdateRefused(f"version {version} has no checkpoint files (*.safetensors, config.json, ...)")
     return Published(version, folder, files, None)
-
-
-def check_format(version: int, file: str, field: str, value: str, known: Sequence[str]) -> None:
-    """Raise WeightUpdateRefused unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise refused(version, file, f"{field}: expected {' or '.join(known)}, got {value!r}")
-
-
-def check_delta(version: int, file: str, delta: Delta) -> Delta:
-    """Return ``delta``. Raises WeightUpdateRefused for a tensor that comes twice, and for an unknown encoding or
-    checksum."""
-    check_format(version, file, "encoding", delta.encoding, tuple(ENCODINGS))
-    seen: set[str] = set()
-    for payload in delta.payloads:
-        if payload.tensor in seen:
-            raise refused(version, file, f"tensor {payload.tensor} comes twice")
-        seen.add(payload.tensor)
-        check_format(version, file, f"checksum of {payload.tensor}", payload.algorithm, tuple(ALGORITHMS))
-    return delta
 
 
 def read_header(fd: int) -> Header:
@@ -185,17 +155,6 @@ def read_published_json(version: int, folder: Folder, file: str, kind: type[Pars
         raise refused(version, file, f"cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(version, file, f"cannot be read: {error}") from error
-
-
-def place_payload(
-    version: int, file: str, header: Header, tensor: str, key: str, algorithm: str, checksum: str
-) -> Payload:
-    """Return the payload of ``tensor``, which ``file`` has under the name ``key``. Raises WeightUpdateRefused."""
-    info = header.tensors.get(key)
-    if info is None or info.dtype != "U8":
-        got = "nothing" if info is None else f"one of dtype {info.dtype}"
-        raise refused(version, file, f"tensor {tensor}: expected a payload of dtype U8 under {key!r}, got {got}")
-    return Payload(tensor, file, header.start + info.data_offsets[0], info.nbytes, algorithm, checksum)
 
 
 def read_payload(folder: Folder, payload: Payload) -> np.ndarray:

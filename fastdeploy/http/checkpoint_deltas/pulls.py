@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField, OutOfSpace, StagingTimeout, UpdateInProgress, WeightUpdateRefused
-from fastdeploy.core.files import path_problem
+from fastdeploy.http.checkpoint_deltas.formats import Stream, check_path
 from fastdeploy.http.checkpoint_deltas.local import FIELD, LocalFolder, PatchRefused, local_folder
-from fastdeploy.http.checkpoint_deltas.published import Stream
 
 NO_ROOT = "the server has no folder to write to: start it with --pull-root PATH"
 MAX_VERSION = 10**8 - 1  # the eight digits of SkyRL's folders
@@ -54,13 +52,6 @@ class Pulls:
             raise StagingTimeout(f"version {version} was not pulled in {limit:g} s (--stage-timeout-s)") from error
         finally:
             given_up.set()
-
-
-def check_path(field: str, path: str) -> None:
-    """Raise InvalidField unless ``path`` is an absolute path that Linux can have."""
-    problem = path_problem(path) or (None if os.path.isabs(path) else f"expected an absolute path, got {path!r}")
-    if problem is not None:
-        raise InvalidField(field, problem)
 
 
 def pull_version(root: str, local_dir: str, stream: Stream, version: int, given_up: threading.Event) -> None:

@@ -20,14 +20,14 @@ from starlette.responses import Response, StreamingResponse
 
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
 from fastdeploy.http.control.weights import in_header, passed_on, pieces
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
@@ -47,7 +47,7 @@ AdapterConfig = Annotated[dict[str, Any], BeforeValidator(adapter_config)]
 
 
 class LoadBody(Body):
-    """replace: false refuses a name that is loaded."""
+    """The fields of a load. replace: false refuses a name that is loaded."""
 
     lora_name: LoraName
     lora_path: str | None = Field(None, min_length=1)
@@ -69,7 +69,7 @@ class UnloadBody(Body):
 
 
 class ExportBody(Body):
-    """file: of the PEFT folder."""
+    """The adapter to export, and the file of its PEFT folder."""
 
     lora_name: LoraName
     file: Literal["adapter_config.json", "adapter_model.safetensors"] = "adapter_model.safetensors"
@@ -79,7 +79,7 @@ def adapters_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/adapters")
-    @Access.DATA
+    @RouteAccess.DATA
     async def adapters() -> Response:
         return envelope({"adapters": await known_adapters(context)})
 
@@ -148,7 +148,7 @@ async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[WholeSource]:
+async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[Source]:
     """Yield the source that the call names. An uploaded body is kept in a file while the block runs."""
     upload = is_upload(request)
     if [upload, body.shared_memory is not None, body.lora_path is not None].count(True) != 1:

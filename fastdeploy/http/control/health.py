@@ -14,7 +14,7 @@ from fastdeploy.core.process import VERSION
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -39,7 +39,7 @@ def health_router(context: ServingContext) -> APIRouter:
     started = int(time.time())
 
     @router.get("/health")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def health() -> Response:
         """Answer 200 while the engine process lives, paused or not. Answer 503 with a reason while the engine loads, or
         is being replaced because it died or was stuck."""
@@ -48,7 +48,7 @@ def health_router(context: ServingContext) -> APIRouter:
         return _no_engine(client.missing_because)
 
     @router.get("/liveness")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def liveness() -> Response:
         """Answer 200 if the engine's loop answers, paused or not, as prime-rl's server does. A Kubernetes probe that
         restarts the server should allow for the time that a new engine takes to load."""
@@ -59,7 +59,7 @@ def health_router(context: ServingContext) -> APIRouter:
         return json_response({"status": "ok"})
 
     @router.get("/ready")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def ready() -> Response:
         """Answer 503 with a reason while no engine takes new requests, or all of them are refused. A pause that holds
         new requests refuses none."""
@@ -74,24 +74,24 @@ def health_router(context: ServingContext) -> APIRouter:
         return json_response({"status": "ready"})
 
     @router.get("/version")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def version() -> Response:
         return json_response({"version": VERSION})
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def metrics() -> Response:
         result = await client.call(m.MetricsArgs())
         return Response(result["text"], media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")
-    @Access.DATA
+    @RouteAccess.DATA
     async def models() -> Response:
         """List the base model, then the adapters. An adapter is named in requests like a model."""
         return json_response({"object": "list", "data": await cards()})
 
     @router.get("/v1/models/{model_id:text}")
-    @Access.DATA
+    @RouteAccess.DATA
     async def model(model_id: str) -> Response:
         """Describe one model by any name that requests may use for it. An id may have slashes."""
         name = context.model_name(context.adapter(model_id))

@@ -16,7 +16,7 @@ from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import AbortBody, PauseBody, RenewBody, ResumeBody, ScopedBody
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -28,7 +28,7 @@ def control_router(context: ServingContext) -> APIRouter:
     routes.call("/v1/resume", ResumeBody, client, _scoped(m.ResumeArgs))
     routes.call("/v1/renew", RenewBody, client, _scoped(m.RenewArgs))
 
-    @routes.get("/v1/is_paused", ScopedBody, Access.DATA)
+    @routes.get("/v1/is_paused", ScopedBody, RouteAccess.DATA)
     async def is_paused(body: ScopedBody) -> dict[str, Any]:
         """Answer the pause status of the whole engine and of each adapter with a hold, or that of one adapter."""
         return await client.call(m.PauseStatusArgs(adapter_scope(body.lora_name)))

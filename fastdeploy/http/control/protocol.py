@@ -14,7 +14,7 @@ from fastdeploy.core.weight_source import (
     FolderSource,
     PartFormat,
     SharedMemorySource,
-    WholeSource,
+    Source,
     version_label,
 )
 from fastdeploy.http.body import Body, parse_json
@@ -23,7 +23,7 @@ from fastdeploy.http.openapi import described
 PauseMode = Literal["abort", "wait", "keep"]
 LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]
-SessionId = Annotated[str, Field(min_length=1)]
+WeightSessionId = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
@@ -95,7 +95,7 @@ class SourceBody(Body):
     nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
-    encoding: Literal["dense", "overwrite", "xor"] = "dense"
+    encoding: Literal["dense", "overwrite"] = "dense"
     compression: Literal["none", "zstd"] = "none"
     fingerprints: Fingerprints = {}
 
@@ -107,7 +107,7 @@ class SourceBody(Body):
     def form(self) -> PartFormat:
         return PartFormat(self.encoding, self.compression, self.fingerprints)
 
-    def source(self, field: str, expected: str) -> WholeSource:
+    def source(self, field: str, expected: str) -> Source:
         """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
         if self.model_path is not None and self.shared_memory is None:
             return FolderSource(self.model_path)
@@ -125,7 +125,6 @@ class UpdateOptions(Body):
     expected_version: Version | None = None
     kv: Kv = "keep"
     partial: bool = False
-    in_place: bool = False
     timeout_s: Seconds | None = None
     base_fingerprint: FingerprintOverAll | None = None
     base_epoch: int | None = Field(None, ge=0, le=2**63 - 1)
@@ -161,19 +160,19 @@ class BeginBody(UpdateOptions):
     idempotency_key: str | None = Field(None, min_length=1, max_length=MAX_VERSION_CHARS)
 
 
-class ChunkBody(SourceBody):
-    session_id: SessionId
+class PartBody(SourceBody):
+    session_id: WeightSessionId
 
 
 class CommitBody(Body):
-    session_id: SessionId
+    session_id: WeightSessionId
     version: Version | None = None
     kv: Kv | None = None
     fingerprint: FingerprintOverAll | None = None
 
 
 class AbortUpdateBody(Body):
-    session_id: SessionId | None = None
+    session_id: WeightSessionId | None = None
 
 
 class WeightInfoBody(Body):

@@ -21,15 +21,15 @@ from starlette.responses import Response, StreamingResponse
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.calls import Routes, envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
-    ChunkBody,
     CommitBody,
+    PartBody,
     ResetBody,
     SleepBody,
     SourceBody,
@@ -38,14 +38,12 @@ from fastdeploy.http.control.protocol import (
     WeightInfoBody,
 )
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import admitted_upload, is_upload
-from fastdeploy.http.upload_stream import upload_part, upload_update
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
 if TYPE_CHECKING:
     import httpx
 
-PART_FIELDS = ("checksums", "verify_checksum", "form")  # of an upload
 PIECE_BYTES = 1 << 20
 PASSED_ON = ("content-length", "x-weight-", "x-adapter-")  # headers of a replica's answer
 PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they are in a version in a header
@@ -66,12 +64,9 @@ def weights_router(context: ServingContext) -> APIRouter:
             return envelope(await client.call(m.UpdateWeightsArgs(_named_source(body), **fields)))
         _refuse_second_source(body)
         begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
-        part = {name: fields[name] for name in PART_FIELDS}
-        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, form=body.form)) as admitted:
-            report = await upload_update(
-                request, context, begin, part, lambda source: m.UpdateWeightsArgs(source, **fields), admitted["streams"]
-            )
-        return envelope(report)
+        check = m.CheckUpdateArgs(begin=begin, form=body.form)
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            return envelope(await client.call(m.UpdateWeightsArgs(source, **fields)))
 
     @routes.get("/v1/weights", WeightInfoBody)
     async def weight_info(body: WeightInfoBody) -> dict[str, Any]:
@@ -81,15 +76,15 @@ def weights_router(context: ServingContext) -> APIRouter:
     async def begin(body: BeginBody) -> dict[str, Any]:
         return await client.call(m.BeginUpdateArgs(**body.options()))
 
-    @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
+    @router.post("/v1/weights/chunk", openapi_extra=takes(PartBody, upload=PartBody))
     async def chunk(request: Request) -> Response:
-        body = await read(request, ChunkBody)
+        body = await read(request, PartBody)
         if not is_upload(request):
-            return envelope(await client.call(m.UpdateChunkArgs(source=_named_source(body), **body.rest())))
+            return envelope(await client.call(m.UpdatePartArgs(source=_named_source(body), **body.rest())))
         _refuse_second_source(body)
-        part = {name: body.rest()[name] for name in PART_FIELDS}
-        async with admitted_upload(context, m.CheckUpdateArgs(body.session_id, form=body.form)) as admitted:
-            return envelope(await upload_part(request, context, body.session_id, part, admitted["streams"]))
+        check = m.CheckUpdateArgs(body.session_id, form=body.form)
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            return envelope(await client.call(m.UpdatePartArgs(source=source, **body.rest())))
 
     routes.call("/v1/weights/commit", CommitBody, client, m.CommitUpdateArgs)
     routes.call("/v1/weights/abort", AbortUpdateBody, client, m.AbortUpdateArgs)
@@ -118,7 +113,7 @@ def weights_router(context: ServingContext) -> APIRouter:
     return router
 
 
-def _named_source(body: SourceBody) -> WholeSource:
+def _named_source(body: SourceBody) -> Source:
     return body.source("model_path", "model_path, shared_memory, or an octet-stream body")
 
 

@@ -29,7 +29,8 @@ ABSENT = {
 
 
 class UpdateBody(LaxBody):
-    """abort_all_requests: AReaL pauses before an update, and the pause aborts. The update aborts nothing."""
+    """The folder of new weights. abort_all_requests: AReaL pauses before an update, and the pause aborts. The update
+    itself aborts nothing."""
 
     model_path: str = Field(min_length=1)
     load_format: Literal["auto", "safetensors"] = "auto"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import STATUS, AdapterFolderNotFound, FastDeployError, InvalidField
 from fastdeploy.core.process import VERSION
-from fastdeploy.core.weight_source import WholeSource
+from fastdeploy.core.weight_source import Source
 from fastdeploy.http.calls import ErrorAnswer, catching
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
@@ -50,7 +50,7 @@ def memory_tags(tags: Iterable[str], names: Mapping[str, str | None]) -> tuple[s
     return tuple(dict.fromkeys(name for tag in tags if (name := names[tag]) is not None))
 
 
-class OpenSession:
+class OpenWeightSession:
     """The weight session of a dialect whose calls name no session, and may reach any API server: the engine knows which
     one is open. placed_by: the name of the dialect."""
 
@@ -60,9 +60,9 @@ class OpenSession:
     async def begin(self, **fields: Any) -> dict[str, Any]:
         return await self._client.call(m.BeginUpdateArgs(**fields, placed_by=self._placed_by))
 
-    async def add(self, source: WholeSource, **fields: Any) -> dict[str, Any] | None:
+    async def add(self, source: Source, **fields: Any) -> dict[str, Any] | None:
         """Add tensors, and return the receipt. None: no session is open, and nothing was added."""
-        receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=self._placed_by))
+        receipt = await self._client.call(m.UpdatePartArgs(None, source, **fields, placed_by=self._placed_by))
         return None if receipt["session_id"] is None else receipt
 
     async def commit(self, version: str | None) -> dict[str, Any]:

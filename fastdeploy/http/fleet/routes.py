@@ -16,14 +16,15 @@ from starlette.responses import Response
 from fastdeploy.core.errors import ControlError, EngineError
 from fastdeploy.core.process import host_id, log_name
 from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.membership import Membership
-from fastdeploy.fleet.replica import LOAD, ReplicaState
+from fastdeploy.fleet.replica import ReplicaState, describe
 from fastdeploy.http.body import Body
 from fastdeploy.http.calls import envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Seconds
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
@@ -56,17 +57,17 @@ def fleet_router(context: ServingContext) -> APIRouter:
         return context.client.membership
 
     @router.get("/v1/replicas")
-    @Access.DATA
+    @RouteAccess.DATA
     async def replicas(request: Request) -> Response:
         """List the replicas: name, url, host, state, the reason of the state, version and weight epoch, load, and
         holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s."""
-        return json_response({"replicas": await describe(context, request)})
+        return json_response({"replicas": await entries_of(context, request)})
 
     @router.get("/v1/replicas/targets")
-    @Access.DATA
+    @RouteAccess.DATA
     async def targets(request: Request) -> Response:
         """List the replicas' own servers for Prometheus (http_sd_configs)."""
-        entries = [(urlsplit(entry["url"]), entry["name"]) for entry in await describe(context, request)]
+        entries = [(urlsplit(entry["url"]), entry["name"]) for entry in await entries_of(context, request)]
         return json_response(
             [{"targets": [url.netloc], "labels": {"replica": name, "__scheme__": url.scheme}} for url, name in entries]
         )
@@ -105,29 +106,12 @@ def fleet_router(context: ServingContext) -> APIRouter:
     return router
 
 
-async def describe(context: ServingContext, request: Request) -> list[dict[str, Any]]:
+async def entries_of(context: ServingContext, request: Request) -> list[dict[str, Any]]:
     """Return an entry for each replica, as Replica.describe makes them."""
     if isinstance(context.client, FleetClient):
         return context.client.membership.describe()
-    report: dict[str, Any] = {"version": "", "weight_epoch": 0, "holds": []}
-    state, why = ReplicaState.MEMBER, ""
+    itself = Placement(log_name() or ALONE, "", str(request.base_url).rstrip("/"), host_id())
     try:
-        report = await context.client.call(m.FleetStateArgs())
+        return [describe(itself, ReplicaState.MEMBER, "", await context.client.call(m.FleetStateArgs()))]
     except EngineError as error:
-        state, why = ReplicaState.STARTING, error.message
-    load = {field: report.get(field) for field in LOAD}
-    return [
-        {
-            "name": log_name() or ALONE,
-            "url": str(request.base_url).rstrip("/"),
-            "host": host_id(),
-            "state": state.value,
-            "why": why,
-            "version": report["version"],
-            "weight_epoch": report["weight_epoch"],
-            "in_flight": (load["running"] or 0) + (load["waiting"] or 0),
-            "drains": False,
-            "load": load,
-            "holds": report["holds"],
-        }
-    ]
+        return [describe(itself, ReplicaState.STARTING, error.message, {})]

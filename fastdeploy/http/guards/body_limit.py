@@ -46,21 +46,21 @@ class BodyLimit:
         limit, error = self._limit(upload)
         declared = int(headers.get(b"content-length", b"0"))
         complete = not has_large_body(scope["headers"])
-        to_take = 0 if complete or upload else declared or limit  # bytes to take from the budget
+        to_acquire = 0 if complete or upload else declared or limit  # bytes to acquire from the budget
         size = taken = 0
 
         async def limited_receive() -> Message:
-            nonlocal complete, to_take, size, taken
-            if to_take:
-                wanted, to_take = to_take, 0
-                taken = await self._memory.take(wanted)
+            nonlocal complete, to_acquire, size, taken
+            if to_acquire:
+                wanted, to_acquire = to_acquire, 0
+                taken = await self._memory.acquire(wanted)
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:
                 raise error
             if message["type"] == "http.request" and not message.get("more_body", False):
                 complete = True
-                self._memory.give(taken)
+                self._memory.release(taken)
                 taken = 0
                 if size > LARGE_JSON and not upload:
                     await wait_for_slice(self._slice_lock)
@@ -77,7 +77,7 @@ class BodyLimit:
         try:
             await self._app(scope, limited_receive, closing_send)
         finally:
-            self._memory.give(taken)
+            self._memory.release(taken)
 
     def _limit(self, upload: bool) -> tuple[int, RequestTooLarge]:
         """Return the largest number of bytes of a body, and the error for a larger body."""

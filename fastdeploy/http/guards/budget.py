@@ -20,8 +20,8 @@ class Budget:
         self._limit = limit
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def take(self, units: int) -> int:
-        """Wait for ``units``, or for ``total`` if that is less. Return how many units to :meth:`give` back. Raises
+    async def acquire(self, units: int) -> int:
+        """Wait for ``units``, or for ``total`` if that is less. Return how many units to :meth:`release`. Raises
         ServerBusy after ``wait_s`` seconds."""
         units = min(units, self._total)
         if not self._waiting and units <= self._free:
@@ -43,7 +43,7 @@ class Budget:
             raise
         return units
 
-    def give(self, units: int) -> None:
+    def release(self, units: int) -> None:
         self._free += units
         self._grant()
 
@@ -55,9 +55,9 @@ class Budget:
 
     @contextlib.asynccontextmanager
     async def hold(self, units: int = 1) -> AsyncIterator[None]:
-        """:meth:`take` the units, and give them back when the block ends."""
-        taken = await self.take(units)
+        """:meth:`acquire` the units, and release them when the block ends."""
+        taken = await self.acquire(units)
         try:
             yield
         finally:
-            self.give(taken)
+            self.release(taken)

@@ -97,8 +97,8 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, functools.partial(self._run, app))
 
     async def _run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run ``app``. A half-closed connection is told as one that is closed, but only to a route that waits in
-        :func:`client_left`. The others send their answers."""
+        """Run ``app``. To a route that waits in :func:`client_left`, a half-closed connection looks like a closed one.
+        The others send their answers."""
         extensions = scope.setdefault("extensions", {})
 
         async def receive_or_end() -> Message:

@@ -43,7 +43,7 @@ def read_keys(api_key: str | None, control_key: str | None, environment: Mapping
     return Keys(data, _read("control_key", control_key, environment, CONTROL_KEY))
 
 
-def take_keys(environment: MutableMapping[str, str]) -> Keys:
+def pop_keys(environment: MutableMapping[str, str]) -> Keys:
     """Move the keys out of ``environment``, so that no child process inherits them."""
     keys = read_keys(None, None, environment)
     for name in (API_KEY, CONTROL_KEY):

@@ -1,7 +1,7 @@
 """Access to routes: which key opens which route, and on which port.
 
-A route declares its class where it is added: ``@Access.DATA`` above its function. A route without a class is CONTROL,
-and so is any path without a route. The rules, in this order:
+A route declares its class where it is added: ``@RouteAccess.DATA`` above its function. A route without a class is
+CONTROL, and so is any path without a route. The rules, in this order:
 
 1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
@@ -32,7 +32,7 @@ from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-class Access(enum.Enum):
+class RouteAccess(enum.Enum):
     """The classes of routes. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. WATCH: shows the
     requests of other clients. CONTROL: affects other clients, reads or writes files, or computes over all weights."""
 
@@ -51,28 +51,17 @@ class RouteTable:
     """The class of each path. Built once, when all routes are known."""
 
     def __init__(self, routes: Iterable[BaseRoute]):
-        self.classes: dict[str, Access] = {}
+        self.classes: dict[str, RouteAccess] = {}
         for route in routes:
             assert isinstance(route, APIRoute)
-            access = getattr(route.endpoint, "access", Access.CONTROL)
+            access = getattr(route.endpoint, "access", RouteAccess.CONTROL)
             assert self.classes.setdefault(route.path, access) is access, f"{route.path} has two classes"
         # Routes with a parameter: the part of the path before it, and the class.
         self._below = [(path.partition("{")[0], access) for path, access in self.classes.items() if "{" in path]
 
-    def access_of(self, path: str) -> Access | None:
+    def access_of(self, path: str) -> RouteAccess | None:
         """Return the class of the route that answers ``path``, or None if there is no such route."""
         return self.classes.get(path) or next((a for start, a in self._below if path.startswith(start)), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """The parts of a request that decide whether it is allowed. port: local port of the connection. key: the key in the
-    Authorization header."""
-
-    path: str
-    port: int | None
-    key: bytes | None
-    is_upload: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,43 +80,43 @@ class AccessPolicy:
         return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
     def check(self, scope: Scope) -> FastDeployError | None:
-        """Return the :func:`refusal` of the request of ``scope``."""
+        """Return the :meth:`refusal` of the request of ``scope``."""
         path, headers = scope["path"], scope["headers"]
         _, port = scope.get("server") or (None, None)
-        return refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self)
+        return self.refusal(path, port, bearer_key(headers), is_upload(path, headers))
 
+    def refusal(self, path: str, port: int | None, key: bytes | None, is_upload: bool) -> FastDeployError | None:
+        """Return the error for a request that breaks a rule of this module, or None. port: local port of the
+        connection. key: the key in the Authorization header."""
+        known = self.routes.access_of(path)
+        access = known or RouteAccess.CONTROL
+        if access is RouteAccess.OPEN:
+            return None
+        forbidden = self._control_refusal(port, is_upload) if access is RouteAccess.CONTROL else None
+        error = forbidden or _key_refusal(key, access, self.keys)
+        if isinstance(error, Forbidden) and known is None:
+            return RouteNotFound("there is no such route")
+        return error
 
-def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
-    """Return the error for a request that breaks a rule of this module, or None."""
-    known = policy.routes.access_of(attempt.path)
-    access = known or Access.CONTROL
-    if access is Access.OPEN:
+    def _control_refusal(self, port: int | None, is_upload: bool) -> Forbidden | None:
+        if self.control_port not in (None, port):
+            return Forbidden(f"this route is answered on the control port only ({self.control_port})")
+        if self.exposed and not self.insecure_control:
+            return Forbidden(
+                "control routes are off: other machines can reach this server and it has no control key. Start it with "
+                f"--control-key FILE or {CONTROL_KEY}, or on a loopback --host; or allow it with --insecure-control"
+            )
+        if self.exposed and is_upload:
+            flags = f"--control-key FILE or {CONTROL_KEY}"
+            return Forbidden(f"uploads of weights need a control key on this server ({flags})")
         return None
-    forbidden = _control_refusal(attempt, policy) if access is Access.CONTROL else None
-    error = forbidden or _key_refusal(attempt.key, access, policy.keys)
-    if isinstance(error, Forbidden) and known is None:
-        return RouteNotFound("there is no such route")
-    return error
 
 
-def _control_refusal(attempt: Attempt, policy: AccessPolicy) -> Forbidden | None:
-    if policy.control_port not in (None, attempt.port):
-        return Forbidden(f"this route is answered on the control port only ({policy.control_port})")
-    if policy.exposed and not policy.insecure_control:
-        return Forbidden(
-            "control routes are off: other machines can reach this server and it has no control key. Start it with "
-            f"--control-key FILE or {CONTROL_KEY}, or on a loopback --host; or allow it with --insecure-control"
-        )
-    if policy.exposed and attempt.is_upload:
-        return Forbidden(f"uploads of weights need a control key on this server (--control-key FILE or {CONTROL_KEY})")
-    return None
-
-
-def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey | Forbidden | None:
+def _key_refusal(given: bytes | None, access: RouteAccess, keys: Keys) -> InvalidKey | Forbidden | None:
     wanted = keys.control or keys.data
-    if access is Access.DATA:
+    if access is RouteAccess.DATA:
         wanted = keys.data and keys.data + keys.control
-    if access is Access.WATCH:
+    if access is RouteAccess.WATCH:
         wanted = keys.data + keys.control
     if not wanted or (given is not None and _is_one_of(given, wanted)):
         return None

@@ -15,9 +15,17 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, parse_json, read_generation
-from fastdeploy.http.context import ServingContext, generation_request
-from fastdeploy.http.guards.route_access import Access
-from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage, ChatTokensBody
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.guards.route_access import RouteAccess
+from fastdeploy.http.openai.protocol import (
+    UNSUPPORTED,
+    ChatBody,
+    ChatMessage,
+    ChatTokensBody,
+    generation_request,
+    sampling_of,
+    text_options,
+)
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
 
@@ -26,12 +34,12 @@ def chat_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def chat_completions(request: Request) -> Response:
         return await answer(await read_generation(request), ChatBody)
 
     @router.post("/v1/chat/completions/tokens", openapi_extra=takes(ChatTokensBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def chat_with_tokens(request: Request) -> Response:
         """Answer a chat whose prompt the client has tokenised, as prime-rl's server does. So the tokens of earlier
         turns stay those that the model sampled."""
@@ -51,28 +59,19 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     adapter = context.adapter(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
-    context.check_choices(1, body.request_fields().n)
+    context.check_choices(1, body.request_fields.n)
     _check_template(context, body)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
-        ids = _given_tokens(context, body)
+        ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
     else:
         ids = await _rendered(context, tokenizer, body, messages)
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
-    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
-    context.check_reply([sampling], [ids], body.request_fields().n)
-    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived, adapter)
-
-
-def _given_tokens(context: ServingContext, body: ChatTokensBody) -> list[int]:
-    """Return the checked ``tokens`` of the body."""
-    ids, field = body.tokens, "tokens"
-    if not isinstance(ids, list) or (len(ids) < context.max_model_len and any(type(t) is not int for t in ids)):
-        raise InvalidField(field, "expected a list of token ids")
-    context.check_prompt(ids, field)
-    return ids
+    sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
+    context.check_reply([sampling], [ids], body.request_fields.n)
+    return generation_request(body, "chatcmpl", [ids], [sampling], text_options(context, body), arrived, adapter)
 
 
 async def _rendered(
@@ -89,10 +88,7 @@ async def _rendered(
         tools=body.tools or None,
         template=body.chat_template,
     )
-    context.check_text(text, "messages")
-    ids = await tokenizer.encode(text, bool(body.add_special_tokens))
-    context.check_prompt(ids, "messages")
-    return ids
+    return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:

@@ -14,9 +14,9 @@ from fastdeploy.client.generation import WORK_PER_TOKEN, Generation, GenerationR
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, read_generation
-from fastdeploy.http.context import ServingContext, generation_request
-from fastdeploy.http.guards.route_access import Access
-from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.guards.route_access import RouteAccess
+from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody, generation_request, sampling_of, text_options
 from fastdeploy.http.openai.reply import OpenAIReply, work_of
 from fastdeploy.http.openapi import streams, takes
 
@@ -28,7 +28,7 @@ def completion_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def completions(request: Request) -> Response:
         body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
@@ -48,17 +48,17 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     prompts = await tokenise(context, body)
     wanted = default_max_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = ("max_tokens", 1 if body.prompt_only else wanted)
-    sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    sampling = [sampling_of(context, body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     prompt_field = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
-    context.check_reply(sampling, prompts, body.request_fields().n, prompt_field)
-    text = context.text_options(body, body.prompt_only)
+    context.check_reply(sampling, prompts, body.request_fields.n, prompt_field)
+    text = text_options(context, body, body.prompt_only)
     return generation_request(body, "cmpl", prompts, sampling, text, arrived, adapter)
 
 
 def _check_echo(body: CompletionBody) -> None:
     """Raise InvalidField for fields that leave no meaning for echo. The text of resumed tokens is both prompt and
     answer. The engine computes the logprobs of a prompt with its first choice, and other choices may stream earlier."""
-    fields = body.request_fields()
+    fields = body.request_fields
     if body.echo and fields.resumed_tokens:
         raise InvalidField("echo", "expected false with resumed_tokens")
     if body.echo and body.stream and body.logprobs is not None and fields.n > 1:
@@ -68,20 +68,14 @@ def _check_echo(body: CompletionBody) -> None:
 async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:
     """Return the prompts as token ids. ``prompt`` is a string, ids, or a list of either."""
     prompts, several = prompts_given(body)
-    context.check_choices(len(prompts), body.request_fields().n)
+    context.check_choices(len(prompts), body.request_fields.n)
     result, pace = [], context.pace()
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
         if isinstance(item, str):
-            context.check_text(item, field)
-            ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
-        elif isinstance(item, list) and (len(item) >= context.max_model_len or all(type(t) is int for t in item)):
-            ids = item  # check_prompt refuses a prompt that is too long before it looks at the ids
-            await pace.spend(len(ids) // IDS_PER_WORK)
-        else:
-            raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
-        context.check_prompt(ids, field)
-        result.append(ids)
+            item = await context.encode(item, field, body.add_special_tokens is not False)
+        result.append(context.check_prompt(item, field, "a string, a list of token ids, or a list of either"))
+        await pace.spend(len(item) // IDS_PER_WORK)
     return result
 
 

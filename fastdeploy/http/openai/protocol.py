@@ -1,19 +1,27 @@
-"""Request bodies of OpenAI's routes."""
+"""Request bodies of OpenAI's routes, and what they ask of the engine."""
 
 from __future__ import annotations
 
+import hashlib
+import uuid
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec.inspect
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from fastdeploy.client.choice import TextOptions
+from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.request_fields import MAX_REQUEST_ID_CHARS, REQUEST_ID, RequestFields
-from fastdeploy.core.sampling_params import MAX_INT32
-from fastdeploy.http.body import Body, Int64
+from fastdeploy.core.request_fields import MAX_REQUEST_ID_CHARS, REQUEST_ID, TIMING, RequestFields, part_id
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.http.body import Body, Int64, body_fields, given_fields
+from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.openapi import described
 
 # Fields of OpenAI, vLLM and SGLang that are not supported, each with the values that mean "not used".
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
@@ -22,24 +30,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
-        "logit_bias", "structured_outputs", "multi_modal_data", "mm_processor_kwargs", "vllm_xargs",
-        "media_io_kwargs", "custom_params",
-    ), (None, {})),
-    **dict.fromkeys((
-        "tools", "functions", "allowed_token_ids", "bad_words", "logits_processors", "documents",
-        "logprob_token_ids", "stop_regex", "image_data", "video_data", "audio_data",
-    ), (None, [])),
-    **dict.fromkeys((
-        "audio", "prediction", "reasoning_effort", "web_search_options", "truncate_prompt_tokens",
-        "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "guided_decoding_backend", "chat_template", "kv_transfer_params", "lora_name", "lora_path",
-        "repetition_detection", "thinking_token_budget", "structural_tag", "guided_whitespace_pattern",
-        "regex", "ebnf", "json_schema", "custom_logit_processor", "session_params", "sampling_seed",
-        "lora_id", "rid", "extra_key", "input_ids", "input_embeds", "bootstrap_host", "bootstrap_port",
-        "bootstrap_room", "watermark",
-    ), (None,)),
+        "allowed_token_ids", "audio", "audio_data", "bad_words", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+        "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
+        "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+        "guided_whitespace_pattern", "image_data", "input_embeds", "input_ids", "json_schema", "kv_transfer_params",
+        "logit_bias", "logits_processors", "logprob_token_ids", "lora_id", "lora_name", "lora_path",
+        "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
+        "reasoning_effort", "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
+        "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
+        "video_data", "vllm_xargs", "watermark", "web_search_options",
+    ), EMPTY),
     "best_of": (None, 1),
-    "suffix": (None, ""),
+    "chat_template": (None,),
+    "tools": (None, []),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none"),
@@ -47,52 +50,34 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "routed_experts_start_len": (None, 0),
 }  # fmt: skip
-MAX_STOPS = 64
-MAX_STOP_CHARS = 256
-MAX_STOP_CHARS_IN_ALL = 4096
-MAX_CHOICES = 4096  # of all prompts of one HTTP request
 MAX_MESSAGES = 65536
 
 
 class StreamOptions(Body):
-    """include_usage: a last event without choices has the usage of the whole request. continuous_usage_stats: with
-    include_usage, every event has the usage of its choice so far, as in vLLM."""
+    """What a stream tells besides its tokens. include_usage: a last event without choices has the usage of the whole
+    request. continuous_usage_stats: with include_usage, every event has the usage of its choice so far, as in vLLM."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-LIMITS = ("gt", "ge", "lt", "le", "min_length", "max_length")
-PYTHON_TYPES: dict[type, type] = {
-    msgspec.inspect.IntType: int,
-    msgspec.inspect.FloatType: float,
-    msgspec.inspect.StrType: str,
-    msgspec.inspect.BoolType: bool,
-}
+if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through request_fields and given_fields
 
-
-def optional_field(kind: msgspec.inspect.Type) -> tuple[Any, Any]:
-    """Return a field for pydantic's create_model with the type and limits of ``kind``, which may be absent or null."""
-    if isinstance(kind, msgspec.inspect.UnionType):
-        kind = next(choice for choice in kind.types if not isinstance(choice, msgspec.inspect.NoneType))
-    limits = {name: limit for name in LIMITS if (limit := getattr(kind, name, None)) is not None}
-    return PYTHON_TYPES[type(kind)] | None, Field(None, **limits)
-
-
-if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through GenerationBody.request_fields
-
-    class RequestFieldsBody(Body): ...
+    class CoreFieldsBody(Body): ...
 
 else:
-    info = msgspec.inspect.type_info(RequestFields)
-    RequestFieldsBody = create_model(
-        "RequestFieldsBody", __base__=Body, **{field.name: optional_field(field.type) for field in info.fields}
+    CoreFieldsBody = create_model(
+        "CoreFieldsBody",
+        __base__=Body,
+        **body_fields(RequestFields),
+        **body_fields(SamplingParams, without={"logprobs", "return_kept"}),
     )
 
 
-class GenerationBody(RequestFieldsBody):
-    """Fields that completions and chat have in common, beside those of RequestFields (core/request_fields.py). None
-    means "absent", since clients send explicit nulls. detokenize: false = the answer has no text, as in vLLM."""
+class GenerationBody(CoreFieldsBody):
+    """Fields that completions and chat have in common. Those of RequestFields and SamplingParams are listed only where
+    they differ here. None means "absent", since clients send explicit nulls. max_tokens: 0 with echo. seed -1 = none.
+    top_k -1 = off. detokenize: false = the answer has no text, as in vLLM."""
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=REQUEST_ID)
@@ -100,49 +85,32 @@ class GenerationBody(RequestFieldsBody):
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT32)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: Int64 | None = None
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT32)
+    prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=1024)
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    logprobs_mode: Literal["raw", "temperature", "processed"] | None = None
-    prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
 
     def prompt_logprobs_wanted(self) -> int | None:
         """Return the ``prompt_logprobs`` that the engine computes."""
         return self.prompt_logprobs
 
+    @cached_property
     def request_fields(self) -> RequestFields:
-        given = {name: getattr(self, name) for name in RequestFields.__struct_fields__}
-        return RequestFields(**{name: value for name, value in given.items() if value is not None})
-
-
-def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
-    """Return the stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long."""
-    stops = [stop] if isinstance(stop, str) else stop or []
-    sizes = [len(text) for text in stops]
-    if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
-        raise InvalidField(field, f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-    if sum(sizes) > MAX_STOP_CHARS_IN_ALL:
-        raise InvalidField(field, f"expected at most {MAX_STOP_CHARS_IN_ALL} characters in all, got {sum(sizes)}")
-    return tuple(stops)
+        """The checked settings of the request. Raises InvalidField."""
+        fields = RequestFields(**given_fields(self, RequestFields))
+        fields.check_fields()
+        return fields
 
 
 class CompletionBody(GenerationBody):
-    """prompt: a string, token ids, or a list of either. echo: the text and the logprobs of each choice begin with those
-    of its prompt. Then max_tokens may be 0, to score the prompt alone."""
+    """The body of a completion. prompt: a string, token ids, or a list of either. echo: the text and the logprobs of
+    each choice begin with those of its prompt. Then max_tokens may be 0, to score the prompt alone."""
 
     prompt: Annotated[Any, described(str | list[int] | list[str] | list[list[int]])]
     logprobs: Int64 | None = None
@@ -191,3 +159,76 @@ class ChatTokensBody(ChatBody):
     """A chat whose prompt is ``tokens``. The messages that they stand for are checked, and not rendered."""
 
     tokens: Annotated[Any, described(list[int])]
+
+
+# ------------------------------------------------------------------ what a body asks of the engine
+
+
+def sampling_of(
+    context: ServingContext,
+    body: GenerationBody,
+    prompt_tokens: int,
+    logprobs: int | None,
+    limit: tuple[str, int | None],
+) -> SamplingParams:
+    """Return the checked parameters for one prompt. limit: (name of the field, its value) of max_tokens. None = the
+    rest of the context."""
+    field, max_tokens = limit
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidField(field, f"expected an integer >= 1, got {max_tokens}")
+    given = given_fields(body, SamplingParams)
+    given |= {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs_wanted()}
+    return context.sampling(given, prompt_tokens, max_tokens)
+
+
+def text_options(context: ServingContext, body: GenerationBody, prompt_only: bool = False) -> TextOptions:
+    """Return the checked options of the choices. prompt_only: see TextOptions."""
+    stops = context.stop_strings(body.stop, "stop")
+    if stops and body.detokenize is False:
+        raise InvalidField("stop", "expected no stop strings with detokenize false: they are looked for in the text")
+    return TextOptions(
+        stops=stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
+        prompt_only=prompt_only,
+        detokenize=body.detokenize is not False,
+    )
+
+
+def generation_request(
+    body: GenerationBody,
+    id_prefix: str,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    text: TextOptions,
+    arrival: float,
+    adapter: str,
+) -> GenerationRequest:
+    """Return the engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
+    adapter: see :meth:`ServingContext.adapter`.
+
+    The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
+    it names a trace, and a trace may have many requests. Raises InvalidField."""
+    fields = body.request_fields
+    if fields.resumed_tokens and len(prompts) > 1:
+        raise InvalidField("resumed_tokens", "expected a single prompt")
+    if fields.resumed_tokens >= len(prompts[0]):
+        limit = len(prompts[0]) - 1
+        raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
+    if fields.retain_s and not body.request_id:
+        raise InvalidField("request_id", "expected one with retain_s: clients ask for the retained result by this id")
+    request_id = body.request_id or f"{id_prefix}-{uuid.uuid4().hex}"
+    several = len(prompts) > 1
+    ids = [part_id(request_id, i) for i in range(len(prompts))] if several else [request_id]
+    group = request_id if several else ""
+    retained_as = fingerprint(body) if fields.retain_s else ""
+    adapters = [adapter] * len(prompts)
+    requests = engine_requests(ids, prompts, sampling, adapters, fields, group, arrival, retained_as)
+    return GenerationRequest(requests, [text] * len(prompts))
+
+
+def fingerprint(body: GenerationBody) -> str:
+    """Return a hash of ``body`` without the fields that say how and when its answer is delivered."""
+    fields = body.model_dump(exclude={"stream", "stream_options", "request_id", *TIMING}, exclude_none=True)
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()

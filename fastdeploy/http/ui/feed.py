@@ -1,7 +1,9 @@
-"""Server-sent events for the viewers of /ui.
+"""GET /ui: a page that shows the engine live, and the events that the page reads.
+
+The page loads nothing from other hosts. Its buttons call the routes of fastdeploy/http/control.
 
 One task asks the engine for all viewers of this process, four times a second (a large fleet less often), and only while
-there is a viewer. Each viewer has a short queue. A viewer that does not read loses what comes, is told how much, and
+there is a viewer. Each viewer has a short queue. A viewer that does not read loses what comes, learns how much, and
 goes on with all requests anew. Nobody waits for such a viewer.
 
 A gateway has a feed for each replica that is viewed, and one for viewers that name none: it shows all members as one
@@ -12,18 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.errors import FastDeployError, ServerBusy
+from fastdeploy.core.errors import FastDeployError, InvalidField, ServerBusy
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.connection_limits import client_left
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.ui.sources import EngineSource, FleetSource, Source
 
 PERIOD_S = 0.25
@@ -37,10 +43,15 @@ HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+FOLDER = Path(__file__).parent
+FILES = {"page.css": "text/css", **dict.fromkeys(("page.js", "server.js", "timeline.js"), "text/javascript")}
+PAGE_HEADERS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?")
+MAX_SERVERS = 16
 
 
 class Viewer:
-    """One page. wants_requests: the next message must have all live requests."""
+    """A page that reads the feed. wants_requests: the next message must have all live requests."""
 
     def __init__(self) -> None:
         self.wants_requests = True
@@ -207,3 +218,54 @@ async def _watch(scope: Scope, receive: Receive, viewer: Viewer) -> None:
 
 def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+# ------------------------------------------------------------------ routes
+
+
+def ui_router(client: ServingClient) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    feeds = {"": Feed(client)}
+    page = (FOLDER / "index.html").read_bytes()
+
+    @router.get("/ui")
+    @RouteAccess.OPEN
+    async def ui(request: Request) -> Response:
+        """Answer the page. server: the origin of another server that the page shows too; may be repeated."""
+        servers = request.query_params.getlist("server")
+        if len(servers) > MAX_SERVERS or not all(ORIGIN.fullmatch(server) for server in servers):
+            raise InvalidField("server", f"expected at most {MAX_SERVERS} origins such as http://10.0.0.2:8180")
+        headers = {**PAGE_HEADERS, "Content-Security-Policy": content_policy(servers)}
+        return Response(page, headers=headers, media_type="text/html")
+
+    @router.get("/ui/events")
+    @RouteAccess.WATCH
+    async def events(request: Request) -> Response:
+        """Stream what happens. replica: of a fleet, the one to show; without it all."""
+        name = request.query_params.get("replica", "")
+        if name:
+            if not isinstance(client, FleetClient):
+                raise InvalidField("replica", "this server is not the gateway of a fleet")
+            client.membership.find(name)
+            feeds.setdefault(name, Feed(client, name))
+        return FeedResponse(feeds[name])
+
+    for name, media_type in FILES.items():
+        _add_file(router, name, media_type)
+    return router
+
+
+def content_policy(servers: list[str]) -> str:
+    """Return the Content-Security-Policy of the page: files and calls of this server only, and calls to ``servers``."""
+    connect = " ".join(["connect-src 'self'", *servers])
+    rest = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; {connect}; {rest}"
+
+
+def _add_file(router: APIRouter, name: str, media_type: str) -> None:
+    content = (FOLDER / name).read_bytes()
+
+    @router.get(f"/ui/{name}")
+    @RouteAccess.OPEN
+    async def file() -> Response:
+        return Response(content, headers=PAGE_HEADERS, media_type=media_type)

@@ -85,7 +85,7 @@ function showHolds(state) {
     hold.id, hold.scope, `${hold.mode} · ${hold.admission}`, hold.placed_by, seconds(hold.age_s),
     hold.ttl_left_s === null ? "–" : seconds(hold.ttl_left_s),
     button(hold.named ? "Resume" : "Resume anonymous", `Resume hold ${hold.id}`, () =>
-      act("/v1/resume", { hold_id: hold.named ? hold.id : null, ...loraName(hold.scope) }, told.resume)),
+      act("/v1/resume", { hold_id: hold.named ? hold.id : null, ...loraName(hold.scope) }, summaries.resume)),
   ]);
   options("scope", ["", ...state.adapters.map((adapter) => adapter.lora_name)]);
 }
@@ -95,7 +95,7 @@ function showWeights({ session, adapters, num_adapters, scopes }) {
     ? { session: session.session_id, state: session.state, version: session.version ?? "–",
         received: `${bytes(session.nbytes_received)} in ${plural(session.tensors_received, "tensor")}`,
         "opened by": session.placed_by, age: seconds(session.age_s), "lease ends in": seconds(session.lease_left_s),
-        kind: [session.delta && "delta", session.partial && "partial", session.in_place && "in place"]
+        kind: [session.delta && "delta", session.partial && "partial"]
           .filter(Boolean).join(", ") || "full" }
     : { session: "none is open" };
   $("session").replaceChildren(...Object.entries(facts).map(([name, value]) => fact(name, value)));
@@ -119,7 +119,7 @@ function showLive() {
   const now = shown.now();
   rows("live", bars.slice(0, MAX_ROWS), "No request is in the engine.", (bar) => [
     bar.name, bar.scope, liveState(bar), bar.prompt, `${bar.tokens} of ${bar.limit}`, seconds(Math.max(now - bar.at, 0)),
-    button("Abort", `Abort ${bar.name}`, () => act("/v1/abort_requests", { req_ids: [bar.requestId] }, told.abort)),
+    button("Abort", `Abort ${bar.name}`, () => act("/v1/abort_requests", { req_ids: [bar.requestId] }, summaries.abort)),
   ]);
 }
 
@@ -160,38 +160,24 @@ function showServers() {
   });
 }
 
+// The picture is 60 seconds wide and 1 high.
 function drawSpark() {
-  const canvas = $("spark");
-  const context = canvas.getContext("2d");
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-  const ratio = devicePixelRatio || 1;
-  canvas.width = width * ratio;
-  canvas.height = height * ratio;
-  context.scale(ratio, ratio);
-  const rates = shown.rates.map((_, i, all) => {
+  const to = shown.now();
+  const rates = shown.rates.map(([at], i, all) => {
     const last = all.slice(Math.max(i - 3, 0), i + 1);
-    return [all[i][0], last.reduce((sum, [, rate]) => sum + rate, 0) / last.length];
+    return [60 - (to - at), last.reduce((sum, [, rate]) => sum + rate, 0) / last.length];
   });
   const most = Math.max(1, ...rates.map(([, rate]) => rate));
-  const to = shown.now();
-  const point = ([at, rate]) => [width - ((to - at) / 60) * width, height - 2 - (rate / most) * (height - 6)];
-  if (rates.length < 2) return;
-  const style = getComputedStyle(document.documentElement).getPropertyValue("--accent");
-  context.beginPath();
-  for (const rate of rates) context.lineTo(...point(rate));
-  context.strokeStyle = context.fillStyle = style;
-  context.lineWidth = 1.5;
-  context.lineJoin = "round";
-  context.stroke();
-  context.lineTo(point(rates.at(-1))[0], height);
-  context.lineTo(point(rates[0])[0], height);
-  context.globalAlpha = 0.12;
-  context.fill();
+  const line = rates.map(([x, rate]) => [x, 1 - rate / most]);
+  const area = line.length ? [[line[0][0], 1], ...line, [line.at(-1)[0], 1]] : [];
+  const [polygon, polyline] = $("spark").children;
+  polygon.setAttribute("points", area.join(" "));
+  polyline.setAttribute("points", line.join(" "));
 }
 
 // ------------------------------------------------------------------ what the buttons do
 
-const told = {
+const summaries = {
   pause: (report) => `Paused: ${report.state}, hold ${report.hold_id ?? $("hold").value}.`,
   resume: (report) => {
     const held = report.still_held_by.length ? ` Still held by ${report.still_held_by.join(", ")}.` : "";
@@ -227,15 +213,15 @@ $("pause-form").addEventListener("submit", (event) => {
   const scope = $("scope").value;
   const body = { mode: $("mode").value, hold_id: $("hold").value.trim() || null };
   if ($("ttl").value) body.ttl_s = Number($("ttl").value);
-  act("/v1/pause", { ...body, ...(scope ? { lora_name: scope } : {}) }, told.pause);
+  act("/v1/pause", { ...body, ...(scope ? { lora_name: scope } : {}) }, summaries.pause);
 });
 $("resume").addEventListener("click", () => {
-  act("/v1/resume", $("scope").value ? { lora_name: $("scope").value } : {}, told.resume);
+  act("/v1/resume", $("scope").value ? { lora_name: $("scope").value } : {}, summaries.resume);
 });
 $("abort-all").addEventListener("click", ({ target }) => {
   if (target.classList.contains("armed")) {
     disarm();
-    act("/v1/abort_requests", $("scope").value ? { lora_name: $("scope").value } : { abort_all: true }, told.abort);
+    act("/v1/abort_requests", $("scope").value ? { lora_name: $("scope").value } : { abort_all: true }, summaries.abort);
     return;
   }
   target.classList.add("armed");

@@ -49,7 +49,6 @@ PROBLEMS = (
     Problem.STOPPED,
 )
 KINDS = ("F32", "BF16", "F16")
-ENCODINGS = ("dense", "overwrite", "xor")
 
 
 class Limits(NamedTuple):
@@ -134,19 +133,18 @@ def adapter_rows(adapters: AdapterRows, tokens: int) -> int:
 def stage_item(item: StageItem) -> StageItemArgs:
     """Return the arguments of one item of ``Ops.stage``."""
     region, kind = _region(item.region), KINDS.index(item.dtype)
-    assert item.offset >= 0 and item.first >= 0
+    assert item.offset >= 0
     if item.memory is None:
-        return StageItemArgs(region, kind, item.offset, item.fd, None, 0, item.first)
+        return StageItemArgs(region, kind, item.offset, item.fd, None, 0)
     _check_bytes(item.memory)
-    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size, item.first)
+    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size)
 
 
 def delta_item(item: DeltaItem) -> DeltaItemArgs:
     """Return the arguments of one item of ``Ops.apply_deltas``."""
     assert item.region.linear is not None or item.region.vector is not None
     _check_bytes(item.payload)
-    encoding = ENCODINGS.index(item.encoding)
-    return DeltaItemArgs(_region(item.region), encoding, address(item.payload), item.payload.size)
+    return DeltaItemArgs(_region(item.region), address(item.payload), item.payload.size)
 
 
 def _region(region: Region) -> Any:

@@ -124,14 +124,13 @@ class StepArgs(ctypes.Structure):
 class StageItemArgs(ctypes.Structure):
     """StageItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p)]
-    _fields_ += _integers("memory_bytes first")
+    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p), *_integers("memory_bytes")]
 
 
 class DeltaItemArgs(ctypes.Structure):
     """DeltaItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), ("encoding", c_int64), ("payload", c_void_p), ("payload_bytes", c_int64)]
+    _fields_ = [("region", RegionArgs), ("payload", c_void_p), ("payload_bytes", c_int64)]
 
 
 class StageResultArgs(ctypes.Structure):

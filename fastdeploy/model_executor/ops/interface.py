@@ -191,23 +191,20 @@ class Region(NamedTuple):
 
 class StageItem(NamedTuple):
     """Values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of uint8, of
-    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even.
-    first: index of the first value in its tensor, which has earlier values elsewhere."""
+    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even."""
 
     region: Region
     dtype: str
     offset: int
     fd: int = -1
     memory: np.ndarray | None = None
-    first: int = 0
 
 
 class DeltaItem(NamedTuple):
-    """A change of a region that holds the base. encoding, payload (uint8): see core/delta_format.py. Nobody may write
-    to the payload meanwhile: it is checked before it is applied."""
+    """A change of a region that holds the base. payload: an overwrite as uint8, see core/delta_format.py. Nobody may
+    write to the payload meanwhile: it is checked before it is applied."""
 
     region: Region
-    encoding: str
     payload: np.ndarray
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fastdeploy.core import delta_format
-from fastdeploy.core.fingerprint import ZERO, Fingerprint, change, fingerprint
+from fastdeploy.core.fingerprint import ZERO, change, fingerprint
 from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Problem, Region, StageItem, StageResult
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -52,30 +52,16 @@ def _stage(packed: Rows, item: StageItem) -> StageResult:
     if not _finite(values):
         return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
     _write(packed, region, values)
-    return StageResult(_shifted(values, item.first))
-
-
-def _shifted(values: np.ndarray, first: int) -> Fingerprint:
-    """Return the fingerprint of values that begin at index ``first`` of their tensor."""
-    return fingerprint(values) if first == 0 else fingerprint(np.concatenate([np.zeros(first, values.dtype), values]))
+    return StageResult(fingerprint(values))
 
 
 def _apply(packed: Rows, item: DeltaItem) -> StageResult:
     region = item.region
     old = _read(packed, region)
-    bits = old.view(f"<u{old.itemsize}")
-    if item.encoding == "overwrite":
-        try:
-            index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
-        except ValueError:
-            return StageResult(ZERO, Problem.MALFORMED)
-    elif item.payload.size != old.nbytes:
+    try:
+        index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
+    except ValueError:
         return StageResult(ZERO, Problem.MALFORMED)
-    else:
-        values = item.payload.view(bits.dtype)
-        values = values ^ bits if item.encoding == "xor" else values
-        index = np.flatnonzero(values != bits)
-        values = values[index]
     values = values.view(old.dtype)
     if not _finite(values):
         return StageResult(ZERO, Problem.NOT_FINITE)

@@ -1,4 +1,4 @@
-"""SkyRL 0.4 integration: a policy worker that publishes its weights to our servers. SkyRL is not changed.
+"""SkyRL 0.4 integration: a policy worker that publishes its weights to our server or fleet. SkyRL is not changed.
 
     import ray
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
@@ -15,7 +15,7 @@
     generator.inference_engine.served_model_name=NAME            (see /v1/models; or serve the policy's own path)
     trainer.placement.colocate_all=false
 
-SkyRL itself pauses the servers (mode keep) before a sync, and resumes them afterwards.
+SkyRL itself pauses the server (mode keep) before a sync, and resumes it afterwards.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.connection import one_address
 from fastdeploy.rl.publish import Publication
 
 
 class FastDeployWeightSender:
-    """Publishes the policy's full weights to all servers, or to none. Replaces SkyRL's ``TrainerWeightTransferEngine``
+    """Publishes the policy's full weights to a server or a fleet. Replaces SkyRL's ``TrainerWeightTransferEngine``
     with ``SkyrlTrainerCapabilities``, whose ``skyrl_`` attributes the worker reads.
 
-    source: yields (name, full tensor); iterated once per sync on every rank, since each item may be a collective.
-    is_sender: True on rank 0. via, chunk_mb, deadline_s: see RolloutClient.publish. publications: the publications so
-    far. The version of the n-th sync is str(n), from 1, like ``weight_version`` of SkyRL's client.
+    urls: SkyRL's ``external_server_urls``, a list of one address. source: yields (name, full tensor); iterated once per
+    sync on every rank, since each item may be a collective. is_sender: True on rank 0. via, chunk_mb, deadline_s: see
+    RolloutClient.publish. publications: the publications so far. The version of the
+    n-th sync is str(n), from 1, like ``weight_version`` of SkyRL's client.
     """
 
     skyrl_handles_prefix_cache_reset = True
@@ -52,7 +54,7 @@ class FastDeployWeightSender:
         chunk_mb: int = 256,
         deadline_s: float = 1800.0,
     ):
-        self._urls = list(urls)
+        self._url = one_address("external_server_urls", urls[0] if len(urls) == 1 else urls)
         self._source = source
         self._is_sender = is_sender
         self._options: dict[str, Any] = {"via": via, "chunk_mb": chunk_mb, "deadline_s": deadline_s}
@@ -66,8 +68,8 @@ class FastDeployWeightSender:
 
     def send_weights(self) -> None:
         """Publish the source as one commit. SkyRL calls this method in a thread without an event loop, with the rank's
-        CUDA device. Raises FleetError if a server refuses. The source is iterated to its end also after an error, since
-        other ranks wait in its collectives."""
+        CUDA device. Raises the error of a server that refuses. The source is iterated to its end also after an error,
+        since other ranks wait in its collectives."""
         pairs = iter(self._source)
         try:
             if self._is_sender:
@@ -77,7 +79,7 @@ class FastDeployWeightSender:
                 pass
 
     async def _publish(self, pairs: Iterable[tuple[str, Any]]) -> Publication:
-        async with RolloutClient(self._urls) as client:
+        async with RolloutClient(self._url) as client:
             version = str(len(self.publications) + 1)
             return await client.publish(pairs, version, kv=self._kv, **self._options)
 

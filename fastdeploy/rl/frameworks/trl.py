@@ -8,7 +8,7 @@ TRL 1.16 calls pause, send_weights, resume around each step (trl/experimental/as
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastdeploy.rl.holds import note_cleanup_failure
@@ -17,20 +17,20 @@ from fastdeploy.rl.sync_client import SyncRolloutClient
 
 
 class FastDeployWeightTransfer:
-    """Publishes the trainer's weights to one or many servers, to all of them or to none. A server that serves the last
-    sync is sent what changed since.
+    """Publishes the trainer's weights to a server or a fleet, which is sent what changed since the last sync if it
+    serves that one.
 
     label: the version of the n-th sync is label + str(n), from 0 (the weights at the start of training). kv: the KV of
     requests in flight is kept, or recomputed by the new weights, as TRL assumes. paused False: do not pause, and commit
     between two steps. delta, via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of
-    RolloutClient (api_key, control_key, control_urls, hold_ttl_s). publications: the publications so far.
+    RolloutClient (api_key, control_key, control_url, hold_ttl_s). publications: the publications so far.
 
-    A failed sync raises, and the servers keep their weights.
+    A failed sync raises, and the server keeps its weights.
     """
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        url: str,
         *,
         label: str = "trl-",
         kv: Literal["keep", "recompute"] = "recompute",
@@ -41,7 +41,7 @@ class FastDeployWeightTransfer:
         deadline_s: float = 1800.0,
         **client: Any,
     ):
-        self._urls = urls
+        self._url = url
         self._client_options = client
         self._label = label
         self._kv: Literal["keep", "recompute"] = kv
@@ -58,17 +58,17 @@ class FastDeployWeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Connect. Called once, before the first sync."""
-        self._client = SyncRolloutClient(self._urls, **self._client_options)
+        self._client = SyncRolloutClient(self._url, **self._client_options)
 
     def pause(self) -> None:
-        """Freeze the requests in flight on all servers, or on none. FleetError has a report per server."""
+        """Freeze the requests in flight."""
         if self._paused:
             self._hold = f"trl-{uuid.uuid4().hex}"
             self._connected().pause("keep", hold_id=self._hold)
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
         """Publish all ``(name, tensor)`` pairs as one commit. Of tied weights, ``iterator`` has the first name only, as
-        the servers expect. After a failure, the servers are resumed before the error is raised."""
+        the servers expect. After a failure, the server is resumed before the error is raised."""
         try:
             version = f"{self._label}{len(self.publications)}"
             publish = self._connected().publish
@@ -80,13 +80,13 @@ class FastDeployWeightTransfer:
 
     def resume(self) -> None:
         """Release only the hold of :meth:`pause`. A second call does nothing. Raises HoldLost if the hold had ended
-        early on a server."""
+        early."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._connected().resume(hold)
 
     def destroy(self) -> None:
-        """Resume the servers and close the connections."""
+        """Resume the server and close the connections."""
         if self._client is not None:
             self.resume()
             self._client.close()

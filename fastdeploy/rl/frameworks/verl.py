@@ -4,7 +4,7 @@
     actor_rollout_ref.rollout.name: fastdeploy
     actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.frameworks.verl_checkpoint_engine
-    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    running servers, one per replica; or
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    one per replica, or one for all; or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    if control has its own port
 
@@ -29,10 +29,8 @@ from verl.workers.rollout import base as rollout_base
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.fan_out import fan_out, require_all
-from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer
-from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
-from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.connection import repeat
+from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer, peek_first, publish_step
 from fastdeploy.rl.state_transfer import NamedTensors
 
 NAME = "fastdeploy"
@@ -71,20 +69,20 @@ class FastDeployServer(VerlServer):
     async def start(self) -> str:
         """Wait until the server is healthy; return its address. Raises RuntimeError if the server process ended."""
 
-        async def ready(server: Replica) -> dict[str, Any]:
+        async def health() -> dict[str, Any]:
             if self._process is not None and self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with status {self._process.returncode}; its output says why")
-            return await server.call("GET", "/health", 5.0)
+            return await self._connection.call("GET", "/health", 5.0)
 
-        require_all("the server did not start", await fan_out([self._server], ready, START_S, retry=True))
-        return self._server.url
+        await repeat(health, START_S)
+        return self._connection.url
 
     def get_server_address(self) -> str:
-        return self._server.url
+        return self._connection.url
 
     def get_access(self) -> dict[str, Any]:
-        """Return the arguments of a RolloutClient of this server alone."""
-        return {"urls": self._server.url, "control_urls": self._server.control_url, **self._keys}
+        """Return the arguments of a RolloutClient of this server."""
+        return {"url": self._connection.url, "control_url": self._connection.control_url, **self._keys}
 
     async def stop(self) -> None:
         """Stop the server, if this actor has started it."""
@@ -178,7 +176,7 @@ class FastDeployAdapter(rollout_base.BaseRollout):
             access = await self._server().get_access.remote()
             async with RolloutClient(control_s=CONTROL_S, **access) as client:
                 bucket_mb = self.config.checkpoint_engine.update_weights_bucket_megabytes
-                await publish_step(client, weights, global_steps, chunk_mb=bucket_mb)
+                await publish_step([client], weights, global_steps, chunk_mb=bucket_mb)
 
 
 def _free_port() -> int:

@@ -1,5 +1,5 @@
-"""The server handle that verl calls. It makes HTTP calls to one of our servers, and imports neither verl nor Ray. The
-module ``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
+"""The server handle that verl calls, and the publishing of verl's weights. Makes HTTP calls, and imports neither verl
+nor Ray. The module ``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
 
 An aborted generation is returned with its tokens so far, and is not continued here. verl's client submits the prompt
 and the tokens again while the stop reason is "aborted".
@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
 from fastdeploy.core.sampling_params import NO_SEED
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.connection import Connection, repeat
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
-from fastdeploy.rl.fan_out import fan_out
-from fastdeploy.rl.hold_renewal import Hold
-from fastdeploy.rl.holds import Holds
-from fastdeploy.rl.replica import BACKOFF_S, Replica, http_client
+from fastdeploy.rl.holds import Hold, Holds
+from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
+from fastdeploy.rl.server_state import BACKOFF_S
+from fastdeploy.rl.state_transfer import NamedTensors, each_item
 
 CONTROL_S = 120.0
 SILENCE_S = 60.0
@@ -62,13 +64,13 @@ class Limits:
 
 class VerlServer:
     """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields.
-    access: api_key, control_key and control_url of Replica."""
+    access: api_key, control_key and control_url of Connection."""
 
-    def __init__(self, url: str, limits: Limits, output: Callable[..., Any], **access: str | None):
+    def __init__(self, url: str, limits: Limits, output: Callable[..., Any], **access: Any):
         self._limits = limits
         self._output = output
-        self._server = Replica(url, http_client(), **access)
-        self._holds = Holds([self._server])
+        self._connection = Connection(url, **access)
+        self._holds = Holds(self._connection)
         prefix = f"verl-{uuid.uuid4().hex}"
         self._admission_holds = {admission: Hold(f"{prefix}-{admission}") for admission in ("hold", "reject")}
         self._drain_hold = Hold(f"{prefix}-drain")
@@ -77,7 +79,7 @@ class VerlServer:
     async def close(self) -> None:
         """Close the connections. Standing holds end by their ttl."""
         await self._holds.close()
-        await self._server.close()
+        await self._connection.close()
 
     # ------------------------------------------------------------------ generation
 
@@ -104,7 +106,7 @@ class VerlServer:
                 raise InvalidField(field, "not supported by this server: token ids only")
         params = self._params(sampling_params, len(prompt_ids), request_id) | {"priority": priority}
         choice = PartialRollout(RolloutRequest(prompt_ids, params, request_id=request_id))
-        choice.begin_attempt(self._server.url)
+        choice.begin_attempt()
         try:
             await self._stream_when_admitted(choice)
         except FastDeployError as error:
@@ -138,7 +140,7 @@ class VerlServer:
     async def _stream(self, choice: PartialRollout) -> None:
         """Add the output of the server's stream to ``choice``."""
         body = choice.request.body([choice])
-        async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
+        async with self._connection.stream("/v1/completions", body, SILENCE_S) as events:
             async for event in events:
                 for item in (event or {}).get("choices", ()):
                     choice.add_output(item, event.get("system_fingerprint"))
@@ -186,11 +188,11 @@ class VerlServer:
         wait, or are answered as aborted if ``reject_request``."""
         admission, other = ("reject", "hold") if reject_request else ("hold", "reject")
         options = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
-        (report,) = await self._holds.pause(self._admission_holds[admission], options, CONTROL_S)
+        report = await self._holds.pause(self._admission_holds[admission], options, CONTROL_S)
         self._rejecting = reject_request
         # Only one of the two holds may stand: with both, the server would reject requests.
         await self._holds.resume(self._admission_holds[other], CONTROL_S)
-        ids = report.unwrap()["aborted_ids"]
+        ids = report["aborted_ids"]
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
@@ -215,7 +217,7 @@ class VerlServer:
         await self._call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
 
     async def wait_for_requests_to_drain(self) -> None:
-        """Wait until all running requests are finished, then admit requests again. Raises FleetError after DRAIN_S."""
+        """Wait until all running requests are finished, then admit requests again. PauseTimeout: not in DRAIN_S."""
         drain = {"mode": "wait", "clear_cache": False, "timeout_s": DRAIN_S, "on_timeout": "cancel"}
         await self._holds.pause(self._drain_hold, drain, DRAIN_S + CONTROL_S)
         await self._holds.resume(self._drain_hold, CONTROL_S)
@@ -255,14 +257,64 @@ class VerlServer:
     async def _call(self, method: str, path: str, retry: bool = True, **kwargs: Any) -> dict[str, Any]:
         """Return the result of a route. retry: repeat the call for CONTROL_S on a server that cannot be reached."""
 
-        async def call(server: Replica) -> dict[str, Any]:
-            return await server.call(method, path, CONTROL_S, **kwargs)
+        async def call() -> dict[str, Any]:
+            return await self._connection.call(method, path, CONTROL_S, **kwargs)
 
-        (report,) = await fan_out([self._server], call, CONTROL_S, retry)
-        return report.unwrap()
+        return await repeat(call, CONTROL_S) if retry else await call()
 
 
 def _tag(tag: str) -> str:
     if tag not in TAGS:
         raise InvalidField("tags", f"expected {', '.join(TAGS)}, got {tag!r}")
     return TAGS[tag]
+
+
+async def publish_step(
+    clients: Sequence[RolloutClient], weights: NamedTensors, global_steps: int | None, **options: Any
+) -> list[Publication]:
+    """Publish full tensors to each address as version ``global_steps``; None: as the version that serves there now.
+    weights: pairs of name and tensor, which are read once. options: of RolloutClient.publish. If one address refuses,
+    the others stop before their commit, unless they had all tensors already."""
+    queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in clients]
+
+    async def read() -> None:
+        async for pair in each_item(weights):
+            for queue in queues:
+                queue.put_nowait(pair)
+            for queue in queues:
+                await queue.join()  # all have copied the tensor: the next one may come in the same buffer
+        for queue in queues:
+            queue.put_nowait(None)
+
+    async def pairs(queue: asyncio.Queue[Any]) -> AsyncIterator[tuple[str, Any]]:
+        while (pair := await queue.get()) is not None:
+            yield pair
+            queue.task_done()
+
+    async def publish(client: RolloutClient, queue: asyncio.Queue[Any]) -> Publication:
+        version: str | int | None = global_steps
+        if version is None:
+            version = (await client.connection.call("GET", "/v1/weights", CONTROL_S))["version"]
+        return await client.publish(pairs(queue), version, **options)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            published = [group.create_task(publish(*each)) for each in zip(clients, queues, strict=True)]
+            group.create_task(read())
+    except* FastDeployError as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in published]
+
+
+async def peek_first(weights: NamedTensors) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
+    """Return whether ``weights`` has a tensor, and an iterator of all tensors."""
+    rest = each_item(weights)
+    first = await anext(rest, None)
+
+    async def all_pairs() -> AsyncIterator[tuple[str, Any]]:
+        if first is not None:
+            yield first
+            async for pair in rest:
+                yield pair
+
+    return first is not None, all_pairs()

@@ -17,9 +17,9 @@ from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import StageItem
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
+from fastdeploy.worker.part_reading import refusal
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import StandbyCopy
-from fastdeploy.worker.tensor_reading import refusal
 
 DTYPES = {"float32": paddle.float32, "bfloat16": paddle.bfloat16}
 
@@ -65,7 +65,7 @@ class Packer:
             if result.problem is not None:
                 self._standby.give_back(loan)
                 raise refusal(name, "the parameters", result, ops.dtype)
-        packed = self._model.assemble({p.key: values.value(p, sources, None) for p in self._model.parameters})
+        packed = self._model.assemble(values.complete(sources, {}))
         old = {} if self._serving is None else self._serving.values
         self._standby.commit(loan, old, packed.values, {})
         self._serving = packed

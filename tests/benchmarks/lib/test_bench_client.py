@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.client import Client, EventReader, ServerError, Stream, WireError
 
 TEXT = "zwölf µs"
 
@@ -121,6 +120,51 @@ def test_a_call_returns_json_or_text_and_raises_without_an_answer():
     assert against([b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nplain"], use) == "plain"
     with pytest.raises(WireError):
         against([], use)
+
+
+@pytest.mark.parametrize(
+    ("wire", "body"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-LENGTH: 5\r\n\r\nhello", "hello"),
+        (b"HTTP/1.1 200 OK\r\n\r\nends with the connection", "ends with the connection"),
+        (b"HTTP/1.1 200 OK\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", None),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", None),
+        (b"nonsense\r\n\r\n", None),
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_a_response_ends_as_its_head_says_and_one_that_breaks_is_an_error(wire: bytes, body: str | None, cut: int):
+    pieces = [wire[i : i + cut] for i in range(0, len(wire), cut)]
+
+    async def use(client: Client) -> object:
+        return (await client.call("GET", "/")).body
+
+    if body is None:
+        with pytest.raises(WireError):
+            against(pieces, use)
+    else:
+        assert against(pieces, use) == body
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+def test_events_are_found_across_any_cut_and_comments_are_counted_not_returned(step: int):
+    events = b': keep-alive\n\ndata: {"a": 1}\n\n:\r\ndata: one\r\ndata: two\r\n\r\nevent: x\ndata:[DONE]\n\n'
+    reader = EventReader()
+    found = [event for i in range(0, len(events), step) for event in reader.feed(events[i : i + step])]
+    assert found == [b'{"a": 1}', b"one\ntwo", b"[DONE]"] and reader.comments == 2
+
+
+def test_a_control_call_returns_its_result_and_a_refusal_raises():
+    async def use(client: Client) -> object:
+        return await client.post("/v1/resume")
+
+    head = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n"
+    good, bad = b'{"status": "success", "result": 7}', b'{"status": "error", "result": null}'
+    assert against([head % (200, len(good)), good], use) == 7
+    for status, body in ((409, good), (200, bad)):
+        with pytest.raises(ServerError):
+            against([head % (status, len(body)), body], use)
 
 
 @pytest.mark.parametrize("url", ["https://h", "ftp://h", "http://"])

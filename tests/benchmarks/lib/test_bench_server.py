@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.dialect import ServerError
-from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.client import ServerError
+from benchmarks.lib.processes import ServerProcess
 
 # A server whose child leaves the process group and ignores SIGINT, and so outlives its parent.
 LEAKS = """

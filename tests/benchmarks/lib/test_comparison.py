@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.loads import Figures, Groups, Streams
 from benchmarks.lib.roofline import Machine, Shape
@@ -31,7 +29,7 @@ def test_the_ratio_is_the_median_of_the_ratios_of_the_repeats():
     found = compared(
         ("ours", [figures(30), figures(10), figures(10)]), ("peer", [figures(15), figures(5), figures(15)])
     )
-    assert found.ratio(found.engines[1], "tokens_per_s") == 2.0
+    assert found.engines[0].over(found.engines[1]) == 2.0
     assert cells(found, 0)["ratio"] == "1.00" and cells(found, 1)["ratio"] == "2.00"
 
 
@@ -90,20 +88,9 @@ def test_the_times_between_tokens_of_the_engine_and_of_the_client_have_two_colum
     assert (cells(found, 0)["ms per token"], cells(found, 0)["in the engine"]) == ("40.0", "35.0")
 
 
-def test_the_json_has_every_run_every_probe_and_the_figures_of_the_table():
+def test_the_json_has_every_run_and_every_probe():
     found = compared(("ours", [figures(30), figures(10)]), ("peer", [figures(15), figures(5)]))
-    content = json.loads(json.dumps(found.to_json(SHAPE)))
-    assert content["load"] == {
-        "name": "8",
-        "at_once": 8,
-        "prompt": 32,
-        "output": 64,
-        "requests": 16,
-        "kind": "Streams",
-        "bound": "read bandwidth",
-    }
+    content = json.loads(json.dumps(found.to_json()))
+    assert content["load"]["kind"] == "Streams" and content["load"]["bound"] == "read bandwidth"
     assert content["probes"] == [{"read": 1000.0, "peak": 1.0}]
-    peer = content["engines"]["peer"]
-    assert [run["tokens_per_s"] for run in peer["runs"]] == [15, 5]
-    assert peer["median"]["tokens_per_s"] == 10 and peer["ratio_tokens_per_s"] == 2.0
-    assert peer["of_roofline"] == pytest.approx(0.656)
+    assert [run["tokens_per_s"] for run in content["engines"]["peer"]["runs"]] == [15, 5]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.lib.perturb import perturbed_copy
-from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
+from benchmarks.lib.tensors import RandomTensor, perturbed_copy, write_random_tensors
 
 
 def test_every_weight_moves_a_little_and_the_source_stays(tmp_path: Path):

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.lib.processes import cpu_seconds, send_all, session_processes
+from benchmarks.lib.processes import PeakMemory, cpu_seconds, send_all, session_processes
 from e2e.server import until
 from fastdeploy.engine.requests.delivery import process_runs
 
@@ -67,3 +68,12 @@ def test_an_ended_process_has_no_cpu_time_and_gets_no_signal():
     process.wait()
     assert cpu_seconds([process.pid]) == 0.0
     send_all([process.pid], signal.SIGKILL)
+
+
+def test_the_peak_memory_is_that_of_the_largest_process_and_of_new_files_in_shared_memory(tmp_path):
+    new = bytes(8 << 20)
+    with PeakMemory([os.getpid(), 1 << 22]) as memory, tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(new)
+        file.flush()
+        until(lambda: memory.shared >= len(new), 20, "the file is seen")
+    assert memory.engine > len(new)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from benchmarks.lib.random_tensors import RandomTensor, to_bfloat16, write_random_tensors
+from benchmarks.lib.tensors import RandomTensor, to_bfloat16, write_random_tensors
 
 TENSORS = [RandomTensor("a", (3, 500), 0.0, 0.1), RandomTensor("b.weight", (1000,), 1.0, 0.01)]
 

@@ -46,7 +46,7 @@ class Seen:
 
 
 def filled(*streams) -> Row:
-    row = Row("folder", False, "keep", False)
+    row = Row("folder", False, "keep")
     fill(row, list(streams), 0.0, 0.95, 1.4, "new")
     return row
 
@@ -67,5 +67,5 @@ def test_a_stream_that_ended_or_has_an_old_version_is_reported():
 
 
 def test_one_row_has_the_medians_of_the_repeats():
-    rows = [Row("folder", True, "keep", False, total=t, recomputed=r) for t, r in ((1.0, 5), (3.0, 9), (2.0, 7))]
+    rows = [Row("folder", True, "keep", total=t, recomputed=r) for t, r in ((1.0, 5), (3.0, 9), (2.0, 7))]
     assert (medians(rows).total, medians(rows).recomputed) == (2.0, 7)

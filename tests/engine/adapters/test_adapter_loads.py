@@ -162,7 +162,7 @@ def test_a_source_that_hangs_delays_no_other_load_no_read_and_no_base_update(h):
     for k in (2, 3):
         assert h.load_adapter(f"b{k}", k).failure is None
     assert_serves(h, "a", 1)
-    assert h.engine.adapter_memory.num_reads == 1, "read again"
+    assert h.engine.scheduler.adapters.num_reads == 1, "read again"
     assert h.update("/w1").failure is None
     h.now += 61
     h.run_rounds()

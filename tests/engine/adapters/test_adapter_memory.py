@@ -143,7 +143,7 @@ def test_a_drain_waits_for_a_started_request_whose_adapter_is_read_again():
     h.run_rounds(6)
     h.runner.may_stage.clear()
     h.engine.scheduler.retract(h.engine.scheduler.running[0], Preemption.MEMORY)
-    h.engine.adapter_memory.evict(next(iter(h.engine.adapter_memory.models())))
+    h.engine.scheduler.adapters.evict(next(iter(h.engine.scheduler.adapters.models())))
     h.add("not-started", PROMPT, adapter="a2")
     h.run_rounds(2)
     call = h.call(m.PauseArgs(mode="wait"))
@@ -183,7 +183,7 @@ def test_loads_do_not_evict_the_adapter_that_was_read_for_a_waiting_request():
     assert h.load_adapter("new", 7).failure is None and contents(h) == [1]
     h.run_out()
     assert_exact(h, "r", 1)
-    assert h.engine.adapter_memory.num_reads == 1
+    assert h.engine.scheduler.adapters.num_reads == 1
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -200,7 +200,7 @@ def test_an_adapter_in_use_is_replaced_even_by_a_larger_one(kv):
     assert_exact(h, "a2", 2, LONG)
     h.add("after", PROMPT, adapter="a2")
     h.run_out()
-    assert h.engine.adapter_memory.nbytes <= 2 << 20
+    assert h.engine.scheduler.adapters.nbytes <= 2 << 20
 
 
 def test_a_load_while_the_old_adapter_is_read_again_serves_the_new_one():

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from engine.weight_calls import XOR, assert_serves, base_of, begin, chunk, commit
+from engine.weight_calls import OVERWRITE, assert_serves, base_of, begin, chunk, commit
 from fastdeploy.core.runner import Staged
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, PartFormat
 from fastdeploy.inter_communicator import messages as m
@@ -33,7 +33,7 @@ def test_a_delta_changes_the_weights_that_serve_while_requests_run():
     }.items()  # fmt: skip
     session = opened["session_id"]
     assert chunk(h, session, "/d3", form=PartFormat("overwrite")).failure is None
-    assert chunk(h, session, "/d4", form=XOR).result["tensors_received"] == 6
+    assert chunk(h, session, "/d4", form=OVERWRITE).result["tensors_received"] == 6
     assert h.runner.weights == 5, "nothing changes before the commit"
     report = commit(h, session).result
     assert (report["weight_epoch"], report["fingerprint"]) == (2, fingerprint_of(12)) and shown(h) == fingerprint_of(12)
@@ -45,14 +45,14 @@ def test_deltas_follow_each_other_and_each_names_the_weights_before_it():
     h = Harness()
     for weights in range(0, 30, 10):
         session = begin(h, base=base_of(weights, weight_epoch=weights // 10, version=str(weights // 10)))
-        chunk(h, session, "/d10", form=XOR)
+        chunk(h, session, "/d10", form=OVERWRITE)
         assert commit(h, session, fingerprint=fingerprint_of(weights + 10)).failure is None
     assert_serves(h, 30)
 
 
 def test_a_delta_may_come_in_one_call():
     h = Harness()
-    args = {"base": base_of(0), "fingerprint": fingerprint_of(4), "form": XOR}
+    args = {"base": base_of(0), "fingerprint": fingerprint_of(4), "form": OVERWRITE}
     assert h.update("/d4", **args).failure is None and h.runner.weights == 4
     refused = h.update("/d4", **args).failure
     assert refused.code == "base_mismatch" and h.runner.weights == 4, "the delta was applied already"
@@ -61,7 +61,7 @@ def test_a_delta_may_come_in_one_call():
 def test_the_kv_of_a_delta_may_be_recomputed():
     h = one_running(rounds=5)
     session = begin(h, base=base_of(0), fingerprint=fingerprint_of(7), kv="recompute")
-    chunk(h, session, "/d7-recompute", form=XOR)
+    chunk(h, session, "/d7-recompute", form=OVERWRITE)
     assert commit(h, session).result["tokens_to_recompute"] > 0
     h.run_out()
     assert h.stream("r").reason == "length"
@@ -102,7 +102,7 @@ def test_without_complete_weights_no_base_serves():
 def test_the_base_is_checked_again_at_the_commit_and_before_the_weights_are_replaced():
     h = Harness()
     session = begin(h, base=base_of(0, version="0"), fingerprint=fingerprint_of(4))
-    chunk(h, session, "/d4", form=XOR)
+    chunk(h, session, "/d4", form=OVERWRITE)
     h.ask(m.SetVersionArgs("other"))
     assert commit(h, session).failure.code == "base_mismatch"
     assert h.engine.weights.session.id == session, "the session is still open"
@@ -149,7 +149,7 @@ def test_a_result_that_is_not_the_one_named_is_refused_and_the_old_weights_serve
 def test_the_fingerprint_of_the_commit_replaces_that_of_begin():
     h = Harness()
     session = begin(h, base=base_of(0), fingerprint=fingerprint_of(9))
-    chunk(h, session, "/d4", form=XOR)
+    chunk(h, session, "/d4", form=OVERWRITE)
     assert commit(h, session, fingerprint=fingerprint_of(4)).failure is None
     assert_serves(h, 4)
 
@@ -173,7 +173,7 @@ def test_weights_with_another_fingerprint_than_named_are_freed(monkeypatch):
 def test_a_part_whose_tensor_has_another_fingerprint_than_named_is_refused_and_names_the_tensor():
     h = Harness()
     session = begin(h, base=base_of(0), fingerprint=fingerprint_of(4))
-    right = PartFormat("xor", "none", {"weights": tensor_fingerprint(1)})
+    right = PartFormat("overwrite", "none", {"weights": tensor_fingerprint(1)})
     assert chunk(h, session, "/d1", form=right).failure is None
     refused = chunk(h, session, "/d3", form=right).failure
     assert refused.code == "weight_update_refused" and "tensor weights" in refused.message
@@ -188,7 +188,7 @@ def test_a_part_whose_tensor_has_another_fingerprint_than_named_is_refused_and_n
     ("args", "field"),
     [({"base": DeltaBase("x")}, "base_fingerprint"), ({"base": DeltaBase("B" * 64)}, "base_fingerprint"),
      ({"base": base_of(0, version="")}, "base_version"), ({"fingerprint": "0" * 63}, "fingerprint"),
-     ({"base": base_of(0), "partial": True}, "partial"), ({"base": base_of(0), "in_place": True}, "in_place"),
+     ({"base": base_of(0), "partial": True}, "partial"),
      ({"idempotency_key": ""}, "idempotency_key"), ({"idempotency_key": "k" * 257}, "idempotency_key")],
 )  # fmt: skip
 def test_a_begin_with_an_invalid_field_opens_no_session(args, field):
@@ -203,7 +203,7 @@ def test_a_delta_must_name_its_result():
     h.assert_refused(m.UpdateWeightsArgs(FolderSource("/d4"), base=base_of(0)), "fingerprint")
     h.assert_refused(m.CheckUpdateArgs(begin=m.BeginUpdateArgs(base=base_of(0))), "fingerprint")
     session = begin(h, base=base_of(0))
-    chunk(h, session, "/d4", form=XOR)
+    chunk(h, session, "/d4", form=OVERWRITE)
     h.assert_refused(m.CommitUpdateArgs(session), "fingerprint")
     h.assert_refused(m.CommitUpdateArgs(session, fingerprint="4"), "fingerprint")
     assert commit(h, session, fingerprint=fingerprint_of(4)).failure is None
@@ -211,11 +211,11 @@ def test_a_delta_must_name_its_result():
 
 FORMS = [
     (base_of(0), PartFormat("sparse"), "encoding"),
-    (base_of(0), PartFormat("xor", "gzip"), "compression"),
-    (base_of(0), PartFormat("xor", "none", {"a": "d" * 31}), "fingerprints"),
-    (base_of(0), PartFormat("xor", "none", {"a": "D" * 32}), "fingerprints"),
+    (base_of(0), PartFormat("overwrite", "gzip"), "compression"),
+    (base_of(0), PartFormat("overwrite", "none", {"a": "d" * 31}), "fingerprints"),
+    (base_of(0), PartFormat("overwrite", "none", {"a": "D" * 32}), "fingerprints"),
     (None, PartFormat("dense", "none", {str(i): "d" * 32 for i in range(32_769)}), "fingerprints"),
-    (None, PartFormat("xor"), "encoding"),
+    (None, PartFormat("overwrite"), "encoding"),
     (None, PartFormat("overwrite", "zstd"), "encoding"),
     (None, PartFormat("dense", "zstd"), "compression"),
 ]
@@ -229,7 +229,7 @@ def test_a_form_that_the_session_does_not_take_is_refused_and_the_session_goes_o
     for args in (one_call, m.CheckUpdateArgs(begin=begin_args, form=form)):
         h.assert_refused(args, field)
     session = begin(h, base=base, fingerprint=fingerprint_of(4))
-    for args in (m.UpdateChunkArgs(session, FolderSource("/d4"), form=form), m.CheckUpdateArgs(session, form=form)):
+    for args in (m.UpdatePartArgs(session, FolderSource("/d4"), form=form), m.CheckUpdateArgs(session, form=form)):
         h.assert_refused(args, field)
     chunk(h, session, "/d4" if base else "/w4")
     assert commit(h, session).failure is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy.core import source_policy
+from fastdeploy.core import weight_source
 from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.inter_communicator import messages as m
@@ -76,7 +76,7 @@ def test_an_export_takes_the_next_folder_where_the_first_has_no_room(tmp_path, m
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(source_policy, "upload_folders", lambda upload_dir: tuple(map(str, folders)))
+    monkeypatch.setattr(weight_source, "upload_folders", lambda upload_dir: tuple(map(str, folders)))
 
     class FirstIsFull(FakeRunner):
         def export(self, path: str) -> int:

@@ -119,7 +119,7 @@ def test_weight_info_describes_the_session_and_steps_go_on_while_checksums_are_c
     assert (info["version"], info["weight_epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
     told = info["session"]
     assert told["session_id"] == h.engine.weights.session.id and told["placed_by"] == "sglang"
-    assert (told["version"], told["partial"], told["in_place"], told["state"]) == ("v1", True, False, "open")
+    assert (told["version"], told["partial"], told["state"]) == ("v1", True, "open")
     assert (told["tensors_received"], told["nbytes_received"], told["lease_left_s"]) == (3, 12, 7.0)
     h.runner.may_stage.clear()
     h.add("r", PROMPT, max_tokens=8)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.fleet_calls import prepare
 from engine.views.test_events import Record
-from engine.weight_calls import assert_serves, base_of, begin, chunk, commit, hold_ids, paused
+from engine.weight_calls import assert_serves, base_of, begin, chunk, commit
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
@@ -188,7 +188,7 @@ def test_a_bad_field_of_the_commit_leaves_the_session_prepared():
 def test_a_prepared_session_takes_no_more_parts():
     h = Harness()
     session = prepared(h)
-    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CheckUpdateArgs(session)):
+    for args in (m.UpdatePartArgs(session, FolderSource("/w2")), m.CheckUpdateArgs(session)):
         assert h.failure(args).code == "wrong_order"
     assert h.failure(m.BeginUpdateArgs()).code == "update_in_progress" and state(h) == "prepared"
 
@@ -216,16 +216,6 @@ def test_the_lease_of_a_prepared_session_runs_and_another_prepare_renews_it():
     failure = h.failure(m.CommitUpdateArgs(session))
     assert failure.code == "session_expired" and "no commit came" in failure.message
     assert_serves(h, 0)
-
-
-def test_an_update_in_place_is_prepared_behind_its_hold():
-    h = paused()
-    session = prepared(h, in_place=True)
-    assert hold_ids(h) == ["anonymous-1", "in_place"] and not h.runner.has_weights
-    commit(h, session)
-    assert hold_ids(h) == ["anonymous-1"]
-    h.resume()
-    assert_serves(h, 1)
 
 
 def test_a_swap_that_fails_ends_the_engine_and_not_only_the_call():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.weight_calls import XOR, base_of, begin, chunk, commit
+from engine.weight_calls import OVERWRITE, base_of, begin, chunk, commit
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import fingerprint_of
@@ -24,7 +24,7 @@ def test_a_refresh_of_the_standby_copy_follows_each_commit_beside_steps_and_late
     h = with_a_refresh_held_up()
     h.add("r", PROMPT, max_tokens=5)
     session = begin(h, base=base_of(1), fingerprint=fingerprint_of(5), lease_s=5.0)
-    part = h.call(m.UpdateChunkArgs(session, FolderSource("/d4"), form=XOR))
+    part = h.call(m.UpdatePartArgs(session, FolderSource("/d4"), form=OVERWRITE))
     h.run_out()
     h.now += 1000.0
     h.run_rounds()
@@ -51,7 +51,7 @@ def test_a_refresh_that_fails_is_logged_and_nothing_else(caplog):
     h.run_rounds(2)
     assert h.runner.refreshes == 0 and "standby copy" in caplog.text
     session = begin(h, base=base_of(1), fingerprint=fingerprint_of(3))
-    chunk(h, session, "/d2", form=XOR)
+    chunk(h, session, "/d2", form=OVERWRITE)
     assert commit(h, session).failure is None
 
 

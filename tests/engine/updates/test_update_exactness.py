@@ -45,8 +45,8 @@ class HeldRunner(ModelRunner):
         self.before_commit()
         super().commit(staged)
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False):
-        staging = super().begin_update(partial, in_place, delta)
+    def begin_update(self, partial: bool, delta: bool = False):
+        staging = super().begin_update(partial, delta)
         add = staging.add
 
         def held_add(*args, **more):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import uuid
 import weakref
 from pathlib import Path
 
 import pytest
 
-from fastdeploy.core.config import UPLOAD_PREFIX
-from fastdeploy.core.weight_source import FolderSource, StreamSource
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.staging import WeightStaging
@@ -28,8 +26,8 @@ class WatchedRunner(ModelRunner):
         self.may_stage.set()
         super().__init__(*args, **settings)
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False):
-        staging = super().begin_update(partial, in_place, delta)
+    def begin_update(self, partial: bool, delta: bool = False):
+        staging = super().begin_update(partial, delta)
         self.seen.append(weakref.ref(staging))
         return staging
 
@@ -62,16 +60,13 @@ def test_an_update_leaves_one_set_of_weights(h, folder):
         assert h.runner.alive == one_set
 
 
-def test_a_session_and_partial_and_in_place_updates_leave_one_set_of_weights(h, folder):
+def test_a_session_and_a_partial_update_leave_one_set_of_weights(h, folder):
     one_set = h.runner.alive
     assert h.update(folder, partial=True).failure is None
     assert h.runner.alive == one_set
     session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), rounds=3).failure is None
+    assert h.ask(m.UpdatePartArgs(session, FolderSource(str(folder))), rounds=3).failure is None
     assert h.ask(m.CommitUpdateArgs(session), rounds=3).failure is None
-    assert h.runner.alive == one_set
-    h.pause(mode="keep")
-    assert h.update(folder, in_place=True).failure is None
     assert h.runner.alive == one_set
 
 
@@ -82,23 +77,9 @@ def test_refused_and_aborted_weights_are_freed(h, folder):
         assert h.update(folder, checksums=wrong, verify_checksum=True).failure.code == "weight_update_refused"
         assert h.runner.alive == one_set
     session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), rounds=3).failure is None
+    assert h.ask(m.UpdatePartArgs(session, FolderSource(str(folder))), rounds=3).failure is None
     h.ask(m.AbortUpdateArgs(session), rounds=3)
     assert h.runner.alive == one_set
-
-
-def test_weights_aborted_during_an_upload_are_freed(h, folder):
-    one_set = h.runner.alive
-    path = Path("/dev/shm") / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}"
-    path.write_bytes((folder / "model.safetensors").read_bytes())
-    try:
-        session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
-        piece = StreamSource("upload-1", str(path), 0, path.stat().st_size // 2, 0, "open")
-        assert h.ask(m.UpdateChunkArgs(session, piece), rounds=3).failure is None
-        h.ask(m.AbortUpdateArgs(session), rounds=3)
-        assert h.runner.alive == one_set
-    finally:
-        path.unlink()
 
 
 def test_weights_aborted_at_the_end_of_staging_are_freed(h, folder, monkeypatch):

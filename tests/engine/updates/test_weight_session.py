@@ -8,7 +8,7 @@ import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit
 from fastdeploy.core.errors import EngineError, SessionNotFound
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness, ListTransport, one_running
@@ -62,9 +62,9 @@ def test_parts_and_the_commit_behind_them_are_handled_in_order_without_waiting_f
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
+    calls = [h.call(m.UpdatePartArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     done = h.call(m.CommitUpdateArgs(session))
-    late = h.call(m.UpdateChunkArgs(session, FolderSource("/w3")))
+    late = h.call(m.UpdatePartArgs(session, FolderSource("/w3")))
     again = h.call(m.CommitUpdateArgs(session))
     h.run_rounds(3)
     assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "the session is being committed"
@@ -151,7 +151,7 @@ def test_invalid_labels_and_kv_are_refused_without_ending_the_session():
     h = Harness()
     session, source = begin(h), FolderSource("/w1")
     for args, field in (
-        (m.UpdateChunkArgs(session, source, version=""), "version"),
+        (m.UpdatePartArgs(session, source, version=""), "version"),
         (m.CommitUpdateArgs(session, version="x" * 257), "version"),
         (m.CommitUpdateArgs(session, kv="drop"), "kv"),
         (m.SetVersionArgs(""), "version"),
@@ -175,7 +175,7 @@ def test_a_refused_part_ends_the_session_and_later_calls_name_the_reason(folder)
     assert reply.failure.code == "weight_update_refused" and reply.result["version"] == "0"
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
+    for args in (m.UpdatePartArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
         late = h.failure(args)
         assert late.code == "session_not_found" and reply.failure.message in late.message
     h.run_out()
@@ -187,7 +187,7 @@ def test_calls_sent_behind_a_refused_part_are_answered():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/bad", "/w1", "/w2")]
+    calls = [h.call(m.UpdatePartArgs(session, FolderSource(w))) for w in ("/bad", "/w1", "/w2")]
     calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     h.runner.may_stage.set()
@@ -203,7 +203,7 @@ def test_a_check_names_the_refusal_that_an_update_would_get_and_changes_nothing(
     ask = lambda session_id=None, **begin: h.ask(m.CheckUpdateArgs(session_id, m.BeginUpdateArgs(**begin)))  # noqa: E731
     assert ask().failure is None and h.engine.weights.session is None
     assert ask(expected_version="7").failure.code == "version_conflict"
-    assert ask(in_place=True).failure.code == "wrong_order"
+    assert ask(base=DeltaBase("0" * 64), fingerprint="0" * 64).failure.code == "base_mismatch"
     assert ask(kv="x").failure.code == "invalid_field"
     assert ask("nobody's").failure.code == "session_not_found"
     session = begin(h)
@@ -217,7 +217,7 @@ def test_a_check_names_the_refusal_that_an_update_would_get_and_changes_nothing(
 
 def test_calls_without_a_session_id_concern_the_session_of_the_same_placer():
     h = Harness()
-    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource("/w1"), placed_by=placer), rounds=2)  # noqa: E731
+    add = lambda placer: h.ask(m.UpdatePartArgs(None, FolderSource("/w1"), placed_by=placer), rounds=2)  # noqa: E731
     check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
     assert add("vllm").result == {"session_id": None} and check("vllm") is None
     session = begin(h, placed_by="vllm", partial=True)
@@ -233,7 +233,7 @@ def test_calls_without_a_session_id_concern_the_session_of_the_same_placer():
 def test_calls_with_an_unknown_session_id_are_refused():
     h = Harness()
     source = FolderSource("/w1")
-    for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
+    for args in (m.UpdatePartArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
         assert h.failure(args).code == "session_not_found"
 
 
@@ -274,7 +274,7 @@ def test_a_session_ends_with_its_lease_and_the_next_one_may_begin():
     h.now += 0.2
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
+    for args in (m.UpdatePartArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
         late = h.failure(args)
         assert late.code == "session_expired" and "5 s" in late.message
     h.run_out()
@@ -294,7 +294,7 @@ def test_an_idle_loop_wakes_up_at_the_end_of_a_lease():
 def test_the_lease_stands_still_while_a_part_is_staged_or_the_commit_is_checked():
     h = Harness()
     session = begin(h, lease_s=5.0)
-    for args in (m.UpdateChunkArgs(session, FolderSource("/w1")), m.CommitUpdateArgs(session)):
+    for args in (m.UpdatePartArgs(session, FolderSource("/w1")), m.CommitUpdateArgs(session)):
         h.runner.may_stage.clear()
         call = h.call(args)
         h.run_rounds()
@@ -334,7 +334,7 @@ def test_an_abort_while_tensors_are_staged_answers_every_call_once(one_call):
         calls = [h.call(m.UpdateWeightsArgs(FolderSource("/w1")))]
     else:
         session = begin(h)
-        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
+        calls = [h.call(m.UpdatePartArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
         calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
@@ -353,7 +353,7 @@ def test_a_failing_engine_answers_every_call_of_a_session_once():
     h.add("r", PROMPT, max_tokens=50)
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
+    calls = [h.call(m.UpdatePartArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     calls += [h.call(m.CommitUpdateArgs(session)), h.call(m.WeightInfoArgs(checksums=True))]
     h.run_rounds(2)
     h.runner.fail_next = True
@@ -377,3 +377,50 @@ def test_an_engine_that_stops_answers_an_open_update_and_is_not_woken_afterwards
     h.runner.may_stage.set()
     h.join_staging()
     assert not woken, "the transport is closed"
+
+
+def test_a_check_renews_the_lease_so_that_a_long_upload_does_not_lose_its_session():
+    h = Harness()
+    session = begin(h, lease_s=10.0)
+    for _ in range(4):
+        h.now += 9
+        assert h.ask(m.CheckUpdateArgs(session)).result == {"session_id": session, "lease_s": 10.0}
+    assert chunk(h, session, "/w1").failure is None
+    h.now += 11
+    h.run_rounds()
+    assert h.ask(m.CheckUpdateArgs(session)).failure.code == "session_expired"
+
+
+def test_a_session_of_one_call_ends_with_the_client_that_opened_it_and_with_no_other():
+    h = Harness()
+    for client in "bc":
+        h.connect(client)
+    session = h.ask(m.BeginUpdateArgs(ends_with_client=True), client="b").result["session_id"]
+    lose(h, "c")
+    assert chunk(h, session, "/w1").failure is None
+    lose(h, "b")
+    assert h.ask(m.WeightInfoArgs()).result["session"] is None
+    assert commit(h, session).failure.code == "session_not_found"
+    assert_serves(h, 0)
+
+
+def test_a_session_of_one_call_whose_client_dies_in_the_commit_is_committed():
+    """As an update of another source in one call."""
+    h = Harness()
+    h.connect("b")
+    session = h.ask(m.BeginUpdateArgs(ends_with_client=True), client="b").result["session_id"]
+    assert chunk(h, session, "/w5").failure is None
+    h.runner.may_stage.clear()
+    h.call(m.CommitUpdateArgs(session), client="b")
+    h.run_rounds()
+    lose(h, "b")
+    h.runner.may_stage.set()
+    h.run_rounds(3)
+    assert_serves(h, 5)
+
+
+def lose(h: Harness, client: str) -> None:
+    """Let an API server die, and the engine learn of it."""
+    h.transport.gone.add(client)
+    h.now += 6.0  # the next heartbeat finds out
+    h.run_rounds(3)

@@ -194,7 +194,7 @@ def test_only_a_sink_that_wants_steps_gets_them_with_every_chunk_and_token():
     rows = steps.fields(EventKind.STEP, "plan", "requests", "sampled")
     assert [[c.count for c in plan.chunks] for plan, _, _ in rows] == [[4], [4], [1], [1], [1]]
     assert all([r.name for r in requests] == ["r/0"] for _, requests, _ in rows)
-    assert [token.token_id for _, _, sampled in rows for token in sampled] == h.stream("r").tokens
+    assert [token for _, _, sampled in rows for new in sampled for token in new.token_ids] == h.stream("r").tokens
     assert not others.fields(EventKind.STEP) and len(others.events) == len(steps.events) - len(rows)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fastdeploy.core.events import EventKind
-from fastdeploy.engine.views.state import MAX_REQUESTS
-from fastdeploy.engine.views.viewers import IDLE_S, MAX_EVENTS
+from fastdeploy.engine.views.viewers import IDLE_S, MAX_EVENTS, MAX_REQUESTS
 from fastdeploy.inter_communicator import messages as m
 from support.harness import Harness, one_running
 

@@ -21,8 +21,8 @@ CASES = [
     (
         "/v1/update_weights",
         {"model_path": "/m", "version": 7, "expected_version": "6", "kv": "recompute", "partial": True,
-         "in_place": True, "checksums": {"a": "ff"}, "verify_checksum": True},
-        m.UpdateWeightsArgs(FolderSource("/m"), "7", "6", "recompute", True, True, {"a": "ff"}, True),
+         "checksums": {"a": "ff"}, "verify_checksum": True},
+        m.UpdateWeightsArgs(FolderSource("/m"), "7", "6", "recompute", True, {"a": "ff"}, True),
     ),
     ("/v1/update_weights", {"model_path": "/m"}, m.UpdateWeightsArgs(FolderSource("/m"))),
     ("/v1/update_weights", {"model_path": "/m", "version": None, "kv": None}, m.UpdateWeightsArgs(FolderSource("/m"))),
@@ -33,8 +33,8 @@ CASES = [
     ("/v1/weights/begin", {}, m.BeginUpdateArgs()),
     (
         "/v1/weights/begin",
-        {"version": 1, "expected_version": 0, "kv": "recompute", "partial": True, "in_place": True, "lease_s": 9},
-        m.BeginUpdateArgs("1", "0", "recompute", True, True, 9.0),
+        {"version": 1, "expected_version": 0, "kv": "recompute", "partial": True, "lease_s": 9},
+        m.BeginUpdateArgs("1", "0", "recompute", True, 9.0),
     ),
     (
         "/v1/weights/begin",
@@ -44,24 +44,24 @@ CASES = [
     ("/v1/weights/begin", {"base_fingerprint": BASE}, m.BeginUpdateArgs(base=DeltaBase(BASE))),
     (
         "/v1/update_weights",
-        {"model_path": "/m", "base_fingerprint": BASE, "fingerprint": RESULT, "encoding": "xor", "compression": "zstd",
-         "fingerprints": {"a": OF_A}, "timeout_s": 5},
-        m.UpdateWeightsArgs(FolderSource("/m"), timeout_s=5.0, form=PartFormat("xor", "zstd", {"a": OF_A}),
+        {"model_path": "/m", "base_fingerprint": BASE, "fingerprint": RESULT, "encoding": "overwrite",
+         "compression": "zstd", "fingerprints": {"a": OF_A}, "timeout_s": 5},
+        m.UpdateWeightsArgs(FolderSource("/m"), timeout_s=5.0, form=PartFormat("overwrite", "zstd", {"a": OF_A}),
                             base=DeltaBase(BASE), fingerprint=RESULT),
     ),
     (
         "/v1/weights/chunk",
         {"session_id": "s", "shared_memory": "x", "encoding": "overwrite", "fingerprints": {"a": OF_A}},
-        m.UpdateChunkArgs("s", SharedMemorySource("x"), form=PartFormat("overwrite", "none", {"a": OF_A})),
+        m.UpdatePartArgs("s", SharedMemorySource("x"), form=PartFormat("overwrite", "none", {"a": OF_A})),
     ),
     ("/v1/weights/commit", {"session_id": "s", "fingerprint": RESULT}, m.CommitUpdateArgs("s", fingerprint=RESULT)),
     (
         "/v1/weights/chunk",
         {"session_id": "s", "model_path": "/m", "checksums": {"a": "ff"}, "verify_checksum": True},
-        m.UpdateChunkArgs("s", FolderSource("/m"), checksums={"a": "ff"}, verify_checksum=True),
+        m.UpdatePartArgs("s", FolderSource("/m"), checksums={"a": "ff"}, verify_checksum=True),
     ),
     ("/v1/weights/chunk", {"session_id": "s", "shared_memory": "x", "nbytes": 3},
-     m.UpdateChunkArgs("s", SharedMemorySource("x", 3))),
+     m.UpdatePartArgs("s", SharedMemorySource("x", 3))),
     ("/v1/weights/commit", {"session_id": "s"}, m.CommitUpdateArgs("s")),
     ("/v1/weights/commit", {"session_id": "s", "version": 3, "kv": "keep"}, m.CommitUpdateArgs("s", "3", "keep")),
     ("/v1/weights/abort", {}, m.AbortUpdateArgs()),
@@ -110,27 +110,24 @@ def test_a_query_may_replace_the_body(module_stack, query, args):
 
 def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.BeginUpdateArgs, m.UpdateChunkArgs, m.CommitUpdateArgs):
+    for kind in (m.UpdateWeightsArgs, m.UpdatePartArgs):
         answer(stack, kind, {"session_id": "s"})
     sums = json.dumps({"a": "ff"})
     query = {"version": "7", "kv": "recompute", "partial": "true", "checksums": sums}
     assert stack.http.post("/v1/update_weights", params=query, content=b"{x", headers=OCTETS).status_code == 200
-    args = stack.engine.expect(m.BeginUpdateArgs).args
-    assert args == m.BeginUpdateArgs("7", kv="recompute", partial=True, ends_with_client=True)
-    args = stack.engine.expect(m.UpdateChunkArgs).args
-    assert args == m.UpdateChunkArgs("s", args.source, checksums={"a": "ff"})
-    assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs("s")
+    args = stack.engine.expect(m.UpdateWeightsArgs).args
+    assert args == m.UpdateWeightsArgs(args.source, "7", kv="recompute", partial=True, checksums={"a": "ff"})
     query = {"session_id": "s", "checksums": sums, "verify_checksum": "true"}
     assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
-    args = stack.engine.expect(m.UpdateChunkArgs).args
-    assert args == m.UpdateChunkArgs("s", args.source, checksums={"a": "ff"}, verify_checksum=True)
+    args = stack.engine.expect(m.UpdatePartArgs).args
+    assert args == m.UpdatePartArgs("s", args.source, checksums={"a": "ff"}, verify_checksum=True)
 
 
 def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before_it_is_received(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.UpdateWeightsArgs, m.UpdateChunkArgs):
+    for kind in (m.UpdateWeightsArgs, m.UpdatePartArgs):
         answer(stack, kind)
-    answer(stack, m.CheckUpdateArgs, {"session_id": None, "streams": False})
+    answer(stack, m.CheckUpdateArgs, {"session_id": None})
     of_part = {"encoding": "overwrite", "compression": "zstd", "fingerprints": json.dumps({"a": OF_A})}
     form = PartFormat("overwrite", "zstd", {"a": OF_A})
     query = {"base_fingerprint": BASE, "base_version": "2", "fingerprint": RESULT, **of_part}
@@ -143,8 +140,8 @@ def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before
     query = {"session_id": "s", **of_part}
     assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
     assert stack.engine.expect(m.CheckUpdateArgs).args == m.CheckUpdateArgs("s", form=form)
-    args = stack.engine.expect(m.UpdateChunkArgs).args
-    assert args == m.UpdateChunkArgs("s", args.source, form=form)
+    args = stack.engine.expect(m.UpdatePartArgs).args
+    assert args == m.UpdatePartArgs("s", args.source, form=form)
 
 
 def test_a_delta_against_other_weights_is_a_409_that_describes_what_serves(module_stack):
@@ -169,7 +166,7 @@ BAD = {
         ({"model_path": "/m", "shared_memory": "s"}, "model_path"), ({"model_path": ""}, "model_path"),
         ({"model_path": "/m", "kv": "x"}, "kv"), ({"model_path": "/m", "checksums": {"a": 1}}, "checksums.a"),
         ({"model_path": "/m", "nbytes": -1}, "nbytes"), ({"model_path": "/m", "serialized": "x"}, "serialized"),
-        ({"version": "v", "in_place": True}, "in_place"),
+        ({"model_path": "/m", "in_place": True}, "in_place"),
         ({"version": "v", "base_fingerprint": BASE}, "base_fingerprint"), ({"version": "v", "kv": "recompute"}, "kv"),
         ({"version": "v", "fingerprint": RESULT}, "fingerprint"), ({"version": "v", "encoding": "xor"}, "encoding"),
         ({"model_path": "/m", "fingerprints": {"a": "d"}}, "fingerprints.a"),

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.pulled_folder import lock_for_reading
+from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
 from fastdeploy.http.checkpoint_deltas.pulls import pull_version
-from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
 from support.published_deltas import (
     INDEX,
     load_folder,
@@ -333,7 +333,7 @@ def test_a_reader_keeps_pulls_out_and_is_refused_while_a_pull_writes(host, tmp_p
 CHILD = """
 import os, signal, sys, threading
 from fastdeploy.http.checkpoint_deltas import local, patch, pulls
-from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
+from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
 root, folder, model, source, left = sys.argv[1:]
 left = int(left)
 def count(real):

@@ -34,7 +34,7 @@ class Weights:
         self._open_by, self._failures = open_by, failures
         replies = {
             m.UpdateWeightsArgs: REPORT, m.CommitUpdateArgs: REPORT, m.BeginUpdateArgs: OPENED,
-            m.UpdateChunkArgs: {"session_id": "s-1"}, m.AbortUpdateArgs: {}, m.AbortArgs: {}, m.PauseArgs: {},
+            m.UpdatePartArgs: {"session_id": "s-1"}, m.AbortUpdateArgs: {}, m.AbortArgs: {}, m.PauseArgs: {},
             m.ResumeArgs: {}, m.ResetCacheArgs: {}, m.WeightInfoArgs: {"checksums": {"w": "00"}, "checksum": "11"},
         }  # fmt: skip
         for kind, result in replies.items():
@@ -90,17 +90,17 @@ def test_abort_all_aborts_only_when_the_new_weights_are_ready(stack):
     """AReaL sends abort_all_requests. The pause has a hold of its own, so that an earlier pause continues."""
     weights = Weights(stack)
     assert stack.post("/update_weights_from_disk", model_path="/ckpt/7", abort_all_requests=True).status_code == 200
-    assert weights.kinds == ["BeginUpdate", "UpdateChunk", "Pause", "CommitUpdate", "Resume", "ResetCache"]
+    assert weights.kinds == ["BeginUpdate", "UpdatePart", "Pause", "CommitUpdate", "Resume", "ResetCache"]
     pause, resume = weights.calls[2], weights.calls[4]
     assert (pause.mode, pause.admission, pause.hold_id) == ("abort", "hold", resume.hold_id) and pause.hold_id
     assert pause.ttl_s is not None, "the hold ends even if this process dies before it resumes"
 
 
 def test_a_bad_folder_aborts_no_request_and_ends_its_session(stack):
-    weights = Weights(stack, UpdateChunkArgs=m.Failure("weight_update_refused", "w.safetensors: header too large"))
+    weights = Weights(stack, UpdatePartArgs=m.Failure("weight_update_refused", "w.safetensors: header too large"))
     body = refused(stack.post("/update_weights_from_disk", model_path="/bad", abort_all_requests=True), "header")
     assert body["num_paused_requests"] == 0
-    assert weights.kinds == ["BeginUpdate", "UpdateChunk", "AbortUpdate"]
+    assert weights.kinds == ["BeginUpdate", "UpdatePart", "AbortUpdate"]
 
 
 def test_a_failed_commit_releases_its_hold(stack):
@@ -151,7 +151,7 @@ def test_entries_of_several_ranks_are_one_update_and_equal_ones_count_once(stack
     weights = Weights(stack)
     entries = [b64(UPLOAD), b64(UPLOAD), b64(OTHER)]
     assert stack.post("/update_weights_from_tensor", serialized_named_tensors=entries).status_code == 200
-    assert weights.kinds == ["BeginUpdate", "UpdateChunk", "UpdateChunk", "CommitUpdate", "ResetCache"]
+    assert weights.kinds == ["BeginUpdate", "UpdatePart", "UpdatePart", "CommitUpdate", "ResetCache"]
     assert [list(t) for t in weights.tensors] == [["w"], ["v"]]
 
 
@@ -215,7 +215,7 @@ def test_begin_and_end_make_one_update_of_all_buckets(stack):
     stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD)], weight_version="7")
     stack.post("/update_weights_from_disk", model_path="/ckpt")
     assert stack.post("/end_weight_update").json()["success"] is True
-    assert weights.kinds == ["UpdateChunk", "UpdateChunk", "CommitUpdate", "ResetCache"]
+    assert weights.kinds == ["UpdatePart", "UpdatePart", "CommitUpdate", "ResetCache"]
     assert weights.calls[0].version == "7"
     assert {(call.session_id, call.placed_by) for call in weights.calls[:3]} == {(None, "sglang")}
 

@@ -57,17 +57,17 @@ def run(make_stack, tmp_path) -> Run:
 
 
 def test_each_version_is_fetched_and_then_loaded_from_the_local_checkpoint(run):
-    answer(run.stack, m.UpdateChunkArgs, {"session_id": "s", "tensors": 3})
+    answer(run.stack, m.UpdatePartArgs, {"session_id": "s", "tensors": 3})
     assert run.init().status_code == 200
     for version in (1, 2, 3):
         run.publish()
         run.fetched(version)
         assert run.update(version).status_code == 200
-        args = run.stack.engine.expect(m.UpdateChunkArgs).args
+        args = run.stack.engine.expect(m.UpdatePartArgs).args
         assert (args.source, args.version) == (FolderSource(str(run.local / "weights")), str(version))
     by_rpc = {"method": "update_weights_disk", "kwargs": {"update_info": {"target_version": 3}}}
     assert run.stack.post("/collective_rpc", **by_rpc).status_code == 200
-    assert run.stack.engine.expect(m.UpdateChunkArgs).args.version == "3"
+    assert run.stack.engine.expect(m.UpdatePartArgs).args.version == "3"
 
 
 def test_another_api_server_of_the_same_server_knows_the_setup(run, make_stack, tmp_path):

@@ -27,7 +27,7 @@ def with_session(stack, session: dict | None, failure: m.Failure | None = None) 
         found = session is not None and call.args.placed_by == session["placed_by"]
         return m.Reply(call.call_id, ADDED if found else {"session_id": None}, failure if found else None)
 
-    stack.engine.replies[m.UpdateChunkArgs] = add
+    stack.engine.replies[m.UpdatePartArgs] = add
     ended = m.Failure("wrong_order", "no weight update is open")
     answer(stack, m.CommitUpdateArgs, {"version": "9", "weight_epoch": 4}, None if session == OPEN else ended)
 
@@ -109,43 +109,38 @@ def test_another_trainers_session_is_left_alone(stack):
 DATA = b"\x10\0\0\0\0\0\0\0" + bytes(100_000)
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_an_upload_without_a_session_is_an_update_of_its_own(make_stack, tmp_path, streams):
+def test_an_upload_without_a_session_is_an_update_of_its_own(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
     engine = UploadEngine(stack.engine)
-    stack.engine.streams = streams
+    answer(stack, m.CheckUpdateArgs, {"session_id": None})
     path = '/update_weights?weight_version=9&partial=true&checksums={"a": "11"}'
     reply = stack.http.post(path, content=DATA, headers=OCTETS)
     assert reply.status_code == 200, reply.text
     assert reply.json()["report"]["version"] == "9" and engine.bodies == [DATA]
-    if streams:
-        assert engine.calls[0] == m.BeginUpdateArgs("9", partial=True, ends_with_client=True)
-        assert engine.pieces[-1].checksums == {"a": "11"} and engine.pieces[-1].session_id == SESSION
-        assert engine.calls[-1] == m.CommitUpdateArgs(SESSION)
-    else:
-        (args,) = engine.calls
-        assert args == m.UpdateWeightsArgs(args.source, version="9", partial=True, checksums={"a": "11"})
+    (args,) = engine.calls
+    assert args == m.UpdateWeightsArgs(args.source, version="9", partial=True, checksums={"a": "11"})
 
 
 def test_an_upload_in_a_session_is_a_part_of_it(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
     engine = UploadEngine(stack.engine)
-    answer(stack, m.CheckUpdateArgs, {"session_id": SESSION, "streams": True})
+    answer(stack, m.CheckUpdateArgs, {"session_id": SESSION, "lease_s": 300.0})
     reply = stack.http.post("/update_weights?weight_version=9", content=DATA, headers=OCTETS)
     assert reply.json()["report"]["session_id"] == SESSION and engine.bodies == [DATA]
     assert stack.engine.expect(m.CheckUpdateArgs).args.placed_by == "vllm"
-    assert engine.calls == engine.pieces and {call.version for call in engine.calls} == {"9"}
+    (args,) = engine.calls
+    assert args == m.UpdatePartArgs(SESSION, args.source, version="9")
     refused(stack.http.post("/update_weights?kv=recompute", content=DATA, headers=OCTETS), "update_info.kv")
     assert engine.bodies == [DATA]
 
 
-def test_a_refused_upload_leaves_no_session_and_no_file(make_stack, tmp_path):
+def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
     engine = UploadEngine(stack.engine)
     failure = m.Failure("weight_update_refused", "no such tensor")
-    engine.refuse = lambda args: failure if isinstance(args, m.UpdateChunkArgs) and args.source.nbytes else None
+    engine.refuse = lambda args: failure
     assert stack.http.post("/update_weights", content=b"x" * 99, headers=OCTETS).status_code == 400
-    assert engine.kinds == ["BeginUpdate", "AbortUpdate"]
+    assert [type(call) for call in engine.calls] == [m.UpdateWeightsArgs]
     refused(stack.http.post("/update_weights", content=b"", headers=OCTETS), "body")
     assert list(tmp_path.iterdir()) == []
 
@@ -157,7 +152,7 @@ def test_start_update_finish_are_the_calls_of_one_session(stack):
     with_session(stack, OPEN)
     memory = {"shared_memory": "/seg", "nbytes": 64, "checksums": {"a": "11"}}
     assert stack.post("/update_weights", update_info=memory).json()["report"] == ADDED
-    expected = m.UpdateChunkArgs(None, SharedMemorySource("/seg", 64), checksums={"a": "11"}, placed_by="vllm")
+    expected = m.UpdatePartArgs(None, SharedMemorySource("/seg", 64), checksums={"a": "11"}, placed_by="vllm")
     assert stack.engine.seen.get_nowait().args == expected, "one call: the engine finds the session"
     assert stack.engine.seen.empty()
     finished = stack.post("/finish_weight_update", weight_version=9).json()
@@ -199,7 +194,7 @@ def test_skyrls_worker_methods_are_the_same_session(stack):
     with_session(stack, OPEN)
     for method in ("update_weights_disk", "update_weights_ipc", "update_weights_nccl", "update_weights_rdt"):
         assert rpc(stack, method, update_info={"model_path": "/c"}).json() == {"results": [ADDED]}
-        assert stack.engine.expect(m.UpdateChunkArgs).args.source == FolderSource("/c")
+        assert stack.engine.expect(m.UpdatePartArgs).args.source == FolderSource("/c")
     assert rpc(stack, "skyrl_finish_weight_update").json() == {"results": [{"version": "9", "weight_epoch": 4}]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, read_keys, take_keys
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, pop_keys, read_keys
 
 SECRET = "sk-do-not-show-me"
 
@@ -43,7 +43,7 @@ def test_a_key_in_place_of_a_path_is_not_repeated(path):
 def test_keys_pass_through_an_environment_and_are_removed_from_it():
     keys = Keys((b"a", b"b"), (b"c",))
     environment = keys.environment({"PATH": "/bin", API_KEY: "other"})
-    assert take_keys(environment) == keys and environment == {"PATH": "/bin"}
+    assert pop_keys(environment) == keys and environment == {"PATH": "/bin"}
     assert NO_KEYS.environment({"PATH": "/bin", CONTROL_KEY: "c"}) == {"PATH": "/bin"}
 
 

@@ -13,7 +13,7 @@ from fastapi.routing import iter_route_contexts
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.guards.route_access import Access, AccessPolicy, Attempt, RouteTable, bearer_key, refusal
+from fastdeploy.http.guards.route_access import AccessPolicy, RouteAccess, RouteTable, bearer_key
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 from support.http_calls import OCTETS, answer, route_table
@@ -58,11 +58,11 @@ CONTROL_PATHS = (
     "/wake_up",
     "/weight_checker", "/weights_checker",
 )  # fmt: skip
-CLASSES: dict[str, Access] = (
-    dict.fromkeys(OPEN_PATHS, Access.OPEN)
-    | dict.fromkeys(DATA_PATHS, Access.DATA)
-    | dict.fromkeys(WATCH_PATHS, Access.WATCH)
-    | dict.fromkeys(CONTROL_PATHS, Access.CONTROL)
+CLASSES: dict[str, RouteAccess] = (
+    dict.fromkeys(OPEN_PATHS, RouteAccess.OPEN)
+    | dict.fromkeys(DATA_PATHS, RouteAccess.DATA)
+    | dict.fromkeys(WATCH_PATHS, RouteAccess.WATCH)
+    | dict.fromkeys(CONTROL_PATHS, RouteAccess.CONTROL)
 )
 
 
@@ -76,7 +76,7 @@ def bearer(key: bytes) -> dict[str, str]:
 def code(path: str, key=None, keys=NO_KEYS, host="127.0.0.1", port=8180, is_upload=False, **settings) -> str | None:
     """Return the code of the refusal, or None."""
     policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys, TABLE)
-    error = refusal(Attempt(path, port, key, is_upload), policy)
+    error = policy.refusal(path, port, key, is_upload)
     return error and error.code
 
 
@@ -90,13 +90,13 @@ def test_a_route_without_a_class_is_a_control_route_and_a_path_has_one_class():
     router = APIRouter()
 
     @router.get("/open")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def is_open(): ...
 
     @router.post("/new")
     async def new(): ...
 
-    assert RouteTable(router.routes).classes == {"/open": Access.OPEN, "/new": Access.CONTROL}
+    assert RouteTable(router.routes).classes == {"/open": RouteAccess.OPEN, "/new": RouteAccess.CONTROL}
     router.post("/open")(new)
     with pytest.raises(AssertionError, match="/open has two classes"):
         RouteTable(router.routes)

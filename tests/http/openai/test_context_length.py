@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from fastdeploy.core.errors import ContextLengthExceeded
-from fastdeploy.rl.replies import reply_error
+from fastdeploy.rl.connection import reply_error
 from support.fake_engine_server import reply_with
 
 LIMIT = 128  # of the fake engine

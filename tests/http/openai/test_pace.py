@@ -29,7 +29,6 @@ from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.chat import ChatView
 from fastdeploy.http.openai.completion import CompletionView
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
-from fastdeploy.http.upload_files import UploadFiles
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_engine_server import replace
 from support.search import examples
@@ -76,7 +75,7 @@ class FilledClient:
 @pytest.fixture
 def context(tokenizer) -> ServingContext:
     config = ServeConfig(model="m", served_model_name="tiny")
-    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"), UploadFiles(config))
+    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"))
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:

@@ -1,14 +1,16 @@
-"""Every route takes the fields of RequestFields with their limits, without another declaration."""
+"""Every route takes the fields of RequestFields and SamplingParams with their limits, without another declaration."""
 
 from __future__ import annotations
 
 import msgspec.inspect
+import numpy as np
 import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import AddRequest, RequestFields, part_id
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.http.body import parse_body
+from fastdeploy.http.body import given_fields, parse_body
+from fastdeploy.http.dialects.sglang.generate_body import SamplingBody
 from fastdeploy.http.dialects.vllm.generate import parse_generate
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from fastdeploy.http.openapi import schema_of
@@ -28,12 +30,12 @@ def beyond(kind) -> object:
 def test_http_bodies_take_every_field_and_keep_its_limits(name):
     value = "x" if isinstance(FIELDS[name], msgspec.inspect.StrType) else 2
     body = parse_body({"prompt": "a", name: value}, CompletionBody, UNSUPPORTED)
-    assert getattr(body.request_fields(), name) == value
+    assert getattr(body.request_fields, name) == value
     if name != "n":  # in vLLM's body n is one of sampling_params
         asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: value})
-        assert getattr(asked.request_fields(), name) == value
+        assert getattr(asked.request_fields, name) == value
     with pytest.raises(InvalidField) as info:
-        parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED)
+        parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED).request_fields  # noqa: B018
     assert info.value.field == name
     described = schema_of(CompletionBody)["properties"][name]["anyOf"][0]
     assert {"maxLength", "maximum"} & described.keys()
@@ -51,7 +53,7 @@ def test_the_engine_refuses_a_value_beyond_a_limit(name):
 def test_http_bodies_take_every_switch(name):
     body = parse_body({"prompt": "a", name: True}, CompletionBody, UNSUPPORTED)
     asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: True})
-    assert getattr(body.request_fields(), name) is getattr(asked.request_fields(), name) is True
+    assert getattr(body.request_fields, name) is getattr(asked.request_fields, name) is True
     with pytest.raises(InvalidField) as info:
         parse_body({"prompt": "a", name: "perhaps"}, CompletionBody, UNSUPPORTED)
     assert info.value.field == name
@@ -65,3 +67,49 @@ def test_a_client_may_name_its_request_as_it_likes_but_for_the_sign_of_parts(kin
     with pytest.raises(InvalidField) as refused:
         parse_body(prompt | {"request_id": part_id("x", 0)}, kind, UNSUPPORTED)
     assert refused.value.field == "request_id"
+
+
+# ------------------------------------------------------------------ sampling parameters
+
+SAMPLING = {field.name: field.type for field in msgspec.inspect.type_info(SamplingParams).fields}
+NUMBERS = (msgspec.inspect.IntType, msgspec.inspect.FloatType)
+
+
+def outside(kind) -> list[object]:
+    """Return values of the right type just outside of the limits."""
+    kind = kind.types[0] if isinstance(kind, msgspec.inspect.UnionType) else kind
+    if isinstance(kind, msgspec.inspect.VarTupleType):
+        return [tuple(range(kind.max_length + 1)), *((value,) for value in outside(kind.item_type))]
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        return ["cooked"]
+    if not isinstance(kind, NUMBERS):
+        return []
+    low = [] if kind.ge is None and kind.gt is None else [kind.ge - 1 if kind.gt is None else kind.gt]
+    nan = [float("nan")] if isinstance(kind, msgspec.inspect.FloatType) else []
+    return [*low, *([kind.le + 1] if kind.le is not None else []), *nan]
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_parameters_are_checked_as_they_are_declared(name):
+    for value in outside(SAMPLING[name]):
+        with pytest.raises(InvalidField, match="expected ") as info:
+            SamplingParams(**{name: value}).check()
+        assert info.value.field == name
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert SamplingParams(temperature=np.float64(0.5), max_tokens=np.int64(3), top_p=np.float32(0.5)).check()
+    with pytest.raises(InvalidField, match="temperature: expected a number <= 100"):
+        SamplingParams(temperature=np.float32(101)).check()
+
+
+@pytest.mark.parametrize("name", SAMPLING.keys() - {"return_kept", "logprobs"})
+def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
+    sent = {"stop_token_ids": [5], "logprobs_mode": "temperature", "ignore_eos": True}.get(name, 1)
+    body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)
+    taken = given_fields(body, SamplingParams)[name]
+    assert (list(taken) if name == "stop_token_ids" else taken) == sent
+    assert parse_generate({"token_ids": [1], "sampling_params": {name: sent}})
+    sglang = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}.get(name, name)
+    for schema in (schema_of(CompletionBody)["properties"], schema_of(SamplingBody)["properties"]):
+        assert name in schema or sglang in schema or name == "prompt_logprobs"

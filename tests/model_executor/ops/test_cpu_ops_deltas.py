@@ -17,7 +17,6 @@ from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, PackedLinear
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
 
 GO_ON = np.zeros(1, np.int32)
-ENCODINGS = st.sampled_from(delta_format.ENCODINGS)
 
 
 def bits_of(ops: Ops) -> type[np.unsignedinteger]:
@@ -35,13 +34,10 @@ def floats(values: np.ndarray) -> np.ndarray:
     return values if values.dtype == np.uint16 else values.view(np.float32)
 
 
-def payload_of(encoding: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+def payload_of(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Return the payload of a change from old to new, flat bits, at an odd address."""
-    if encoding == "overwrite":
-        index = np.flatnonzero(old != new)
-        payload = delta_format.overwrite(index, new[index])
-    else:
-        payload = (new if encoding == "dense" else old ^ new).view(np.uint8)
+    index = np.flatnonzero(old != new)
+    payload = delta_format.overwrite(index, new[index])
     return np.concatenate([np.zeros(1, np.uint8), payload])[1:]
 
 
@@ -55,10 +51,7 @@ def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceO
     rows = data.draw(st.integers(1, 200), "rows")
     first = data.draw(st.integers(0, rows), "first")
     last = data.draw(st.integers(first, rows), "last")
-    encoding, share = (
-        data.draw(ENCODINGS, "encoding"),
-        data.draw(st.sampled_from([0.0, 0.001, 0.03, 0.5, 1.0]), "share"),
-    )
+    share = data.draw(st.sampled_from([0.0, 0.001, 0.03, 0.5, 1.0]), "share")
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
     base = finite(ops, rng, rows, columns)
     old = base[first:last].reshape(-1)
@@ -67,7 +60,7 @@ def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceO
     for either in (ops, reference):
         weight = either.pack_linear([floats(base)])
         region = Region(last - first, columns, weight, first)
-        results.append(either.apply_deltas([DeltaItem(region, encoding, payload_of(encoding, old, new))], GO_ON))
+        results.append(either.apply_deltas([DeltaItem(region, payload_of(old, new))], GO_ON))
         expected = np.concatenate([base[:first], new.reshape(-1, columns), base[last:]])
         np.testing.assert_array_equal(bits(either, weight), expected)
     assert results[0] == results[1] and results[0][0].problem is None
@@ -75,8 +68,8 @@ def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceO
     assert after == fingerprint(floats(new))
 
 
-@given(size=st.one_of(st.integers(0, 3000), st.just(300_001)), encoding=ENCODINGS)
-def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: ReferenceOps, size: int, encoding: str):
+@given(size=st.one_of(st.integers(0, 3000), st.just(300_001)))
+def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: ReferenceOps, size: int):
     rng = np.random.default_rng(size)
     old = finite(ops, rng, size)
     new = np.where(rng.random(size) < 0.1, finite(ops, rng, size), old)
@@ -84,22 +77,21 @@ def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: Refere
     results = []
     for either in (ops, reference):
         vector = (old.astype(np.uint32) << shift).view(np.float32)
-        item = DeltaItem(Region(1, size, vector=vector), encoding, payload_of(encoding, old, new))
+        item = DeltaItem(Region(1, size, vector=vector), payload_of(old, new))
         results.append(either.apply_deltas([item], GO_ON))
         np.testing.assert_array_equal(vector.view(np.uint32) >> shift, new)
     assert results[0] == results[1] and results[0][0].problem is None
 
 
 def test_a_large_tensor_is_cut_into_slices_that_add_up(ops: CpuOps, rng):
-    """Slices of an overwrite have 64 KiB of gaps, and pieces of a xor 256 KiB."""
+    """Slices of an overwrite have 64 KiB of gaps."""
     base = finite(ops, rng, 1000, 1001)
     new = np.where(rng.random(base.size) < 0.3, finite(ops, rng, base.size), base.reshape(-1))
-    for encoding in delta_format.ENCODINGS:
-        weight = ops.pack_linear([floats(base)])
-        item = DeltaItem(Region(1000, 1001, weight), encoding, payload_of(encoding, base.reshape(-1), new))
-        (result,) = ops.apply_deltas([item], GO_ON)
-        np.testing.assert_array_equal(bits(ops, weight).reshape(-1), new)
-        assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
+    weight = ops.pack_linear([floats(base)])
+    item = DeltaItem(Region(1000, 1001, weight), payload_of(base.reshape(-1), new))
+    (result,) = ops.apply_deltas([item], GO_ON)
+    np.testing.assert_array_equal(bits(ops, weight).reshape(-1), new)
+    assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
 
 
 @pytest.mark.parametrize(("before", "gap"), [(65_535, 255), (65_534, 510), (65_530, 3000), (65_536, 1), (65_535, 254)])
@@ -111,7 +103,7 @@ def test_a_gap_may_go_on_in_the_next_slice(ops: CpuOps, rng, before: int, gap: i
     new[index] ^= 1
     weight = ops.pack_linear([floats(base)])
     payload = delta_format.overwrite(index, new[index])
-    (result,) = ops.apply_deltas([DeltaItem(Region(100, 1001, weight), "overwrite", payload)], GO_ON)
+    (result,) = ops.apply_deltas([DeltaItem(Region(100, 1001, weight), payload)], GO_ON)
     np.testing.assert_array_equal(bits(ops, weight).reshape(-1), new)
     assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
 
@@ -121,7 +113,7 @@ def test_a_zero_gap_at_the_start_of_a_slice_is_refused(ops: CpuOps, rng):
     payload = delta_format.overwrite(np.arange(70_000), finite(ops, rng, 70_000))
     payload[payload.size - 70_000 + 65_536] = 0
     weight = ops.pack_linear([floats(base)])
-    item = DeltaItem(Region(100, 1001, weight), "overwrite", payload)
+    item = DeltaItem(Region(100, 1001, weight), payload)
     assert ops.apply_deltas([item], GO_ON) == [StageResult(ZERO, Problem.MALFORMED)]
     np.testing.assert_array_equal(bits(ops, weight), base)
 
@@ -158,27 +150,15 @@ def test_a_malformed_overwrite_is_refused_and_changes_nothing(ops: CpuOps, refer
     for either in (ops, reference):
         weight = either.pack_linear([floats(base)])
         items = [
-            DeltaItem(Region(rows, columns, weight), "overwrite", payload),
-            DeltaItem(Region(1, size, vector=vector), "overwrite", payload),
+            DeltaItem(Region(rows, columns, weight), payload),
+            DeltaItem(Region(1, size, vector=vector), payload),
         ]
         assert either.apply_deltas(items, GO_ON) == [StageResult(ZERO, Problem.MALFORMED)] * 2
         np.testing.assert_array_equal(bits(either, weight), base)
         assert not vector.any()
 
 
-@pytest.mark.parametrize("encoding", ["dense", "xor"])
-@pytest.mark.parametrize("difference", [-1, 1, -1000])
-def test_a_payload_of_another_size_than_the_tensor_is_refused_and_changes_nothing(ops, rng, encoding, difference):
-    base = finite(ops, rng, 50, 50)
-    weight = ops.pack_linear([floats(base)])
-    payload = np.ones(base.nbytes + difference, np.uint8)
-    item = DeltaItem(Region(50, 50, weight), encoding, payload)
-    assert ops.apply_deltas([item], GO_ON) == [StageResult(ZERO, Problem.MALFORMED)]
-    np.testing.assert_array_equal(bits(ops, weight), base)
-
-
-@pytest.mark.parametrize("encoding", delta_format.ENCODINGS)
-def test_a_new_value_that_is_not_finite_is_refused_and_other_items_go_on(ops, reference, rng, encoding):
+def test_a_new_value_that_is_not_finite_is_refused_and_other_items_go_on(ops, reference, rng):
     infinity = 0x7F80 if ops.dtype == "bfloat16" else 0x7F800000
     base = finite(ops, rng, 300, 900).reshape(-1)
     good = np.where(rng.random(base.size) < 0.3, finite(ops, rng, base.size), base)
@@ -188,7 +168,7 @@ def test_a_new_value_that_is_not_finite_is_refused_and_other_items_go_on(ops, re
         for either in (ops, reference):
             weights = [either.pack_linear([floats(base.reshape(300, 900))]) for _ in range(2)]
             items = [
-                DeltaItem(Region(300, 900, weight), encoding, payload_of(encoding, base, new))
+                DeltaItem(Region(300, 900, weight), payload_of(base, new))
                 for weight, new in zip(weights, (bad, good), strict=True)
             ]
             refused, applied = either.apply_deltas(items, GO_ON)
@@ -200,11 +180,8 @@ def test_stop_ends_deltas_and_is_told(ops: CpuOps, rng):
     base = finite(ops, rng, 50, 50)
     weight = ops.pack_linear([floats(base)])
     new = finite(ops, rng, base.size)
-    items = [
-        DeltaItem(Region(50, 50, weight), encoding, payload_of(encoding, base.reshape(-1), new))
-        for encoding in delta_format.ENCODINGS
-    ]
-    assert ops.apply_deltas(items, np.ones(1, np.int32)) == [StageResult(ZERO, Problem.STOPPED)] * 3
+    item = DeltaItem(Region(50, 50, weight), payload_of(base.reshape(-1), new))
+    assert ops.apply_deltas([item], np.ones(1, np.int32)) == [StageResult(ZERO, Problem.STOPPED)]
     np.testing.assert_array_equal(bits(ops, weight), base)
 
 
@@ -220,18 +197,13 @@ def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that
     differences = []
 
     def apply() -> None:
-        """Change the weight there and back, by all encodings."""
+        """Change the weight there and back."""
         for turn in range(30):
             old, then = (base, new) if turn % 2 == 0 else (new, base)
             items = [
                 DeltaItem(
                     Region(rows, columns, changed, i * rows),
-                    delta_format.ENCODINGS[(i + turn) % 3],
-                    payload_of(
-                        delta_format.ENCODINGS[(i + turn) % 3],
-                        old[i * rows : (i + 1) * rows].reshape(-1),
-                        then[i * rows : (i + 1) * rows].reshape(-1),
-                    ),
+                    payload_of(old[i * rows : (i + 1) * rows].reshape(-1), then[i * rows : (i + 1) * rows].reshape(-1)),
                 )
                 for i in range(count)
             ]

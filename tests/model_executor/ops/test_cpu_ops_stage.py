@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy.core.fingerprint import ZERO, Fingerprint, fingerprint
+from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
 from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, StageResult
 from fastdeploy.model_executor.ops.reference import ReferenceOps
@@ -58,19 +58,19 @@ def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: 
     with path.open("wb+") as file:
         for n, source, in_memory in parts:
             raw = finite_bits(rng, source, n * columns)
-            offset, first = int(rng.integers(0, 5)), int(rng.integers(0, 5000))
+            offset = int(rng.integers(0, 5))
             memory = np.concatenate([np.full(offset, 0xFF, np.uint8), raw])
             if not in_memory:
                 offset += file.tell()
                 file.write(memory.tobytes())
-            sources.append((n, source, first_row, offset, memory if in_memory else None, first))
+            sources.append((n, source, first_row, offset, memory if in_memory else None))
             first_row += n
         file.flush()
         results = []
         for either, weight in zip((ops, reference), weights, strict=True):
             items = [
-                StageItem(Region(n, columns, weight, row), source, offset, file.fileno(), memory, first)
-                for n, source, row, offset, memory, first in sources
+                StageItem(Region(n, columns, weight, row), source, offset, file.fileno(), memory)
+                for n, source, row, offset, memory in sources
             ]
             results.append(either.stage(items, GO_ON))
     assert results[0] == results[1]
@@ -78,15 +78,13 @@ def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: 
     np.testing.assert_array_equal(ops.unpack_linear(weights[0]), reference.unpack_linear(weights[1]))
 
 
-@given(size=st.one_of(st.integers(0, 5000), st.just(300_001)), source=SOURCES, first=st.integers(0, 5000))
-def test_staging_a_vector_equals_the_reference(
-    ops: CpuOps, reference: ReferenceOps, size: int, source: str, first: int
-):
+@given(size=st.one_of(st.integers(0, 5000), st.just(300_001)), source=SOURCES)
+def test_staging_a_vector_equals_the_reference(ops: CpuOps, reference: ReferenceOps, size: int, source: str):
     """The vector is a norm or a bias. Without a vector, the values are checked only."""
     memory = finite_bits(np.random.default_rng(size), source, size)
     ours, theirs = np.ones(size, np.float32), np.ones(size, np.float32)
     for targets in ((ours, theirs), (None, None)):
-        items = [StageItem(Region(1, size, vector=vector), source, 0, memory=memory, first=first) for vector in targets]
+        items = [StageItem(Region(1, size, vector=vector), source, 0, memory=memory) for vector in targets]
         result = ops.stage(items[:1], GO_ON)
         assert result == reference.stage(items[1:], GO_ON)
         assert result[0].problem is None
@@ -111,19 +109,6 @@ def test_the_fingerprint_is_that_of_the_values_in_the_dtype_of_the_ops(ops: CpuO
     item = StageItem(Region(700, 1000, weight), "F32", 0, memory=source.reshape(-1).view(np.uint8))
     (result,) = ops.stage([item], GO_ON)
     assert result.fingerprint == fingerprint(ops.unpack_linear(weight)) != ZERO
-
-
-def test_fingerprints_of_pieces_that_begin_anywhere_add_up(ops: CpuOps, rng):
-    size = 100_001
-    values = finite_bits(rng, "BF16", size)
-    cuts = [0, *sorted(int(cut) for cut in rng.integers(0, size, 9)), size]
-    items = [
-        StageItem(Region(1, last - first), "BF16", 2 * first, memory=values, first=first)
-        for first, last in zip(cuts, cuts[1:], strict=False)
-    ]
-    whole = StageItem(Region(1, size), "BF16", 0, memory=values)
-    total = sum((result.fingerprint for result in ops.stage(items, GO_ON)), start=Fingerprint(0, 0))
-    assert total == ops.stage([whole], GO_ON)[0].fingerprint
 
 
 NOT_FINITE = {"F32": [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001], "BF16": [0x7F80, 0xFF80, 0x7FC0, 0x7F81]}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.server import LiveStream
-from fastdeploy.rl.errors import FleetError
+from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.rl.frameworks.skyrl import FastDeployWeightSender, policy_worker
 from rl.embedded_weights import scaled_weights, served_state
 
@@ -44,7 +44,7 @@ def test_a_refused_sync_raises_and_leaves_no_rank_waiting(server):
     (name, array), *rest = scaled_weights(1.0)
     source = Source([(name, array[:1]), *rest])  # refused with the first chunk, before the rest is read
     sender = FastDeployWeightSender([server.url], source, chunk_mb=1)
-    with pytest.raises(FleetError):
+    with pytest.raises(WeightUpdateRefused):
         sender.send_weights()
     assert source.taken == len(source.pairs)
     assert served_state(server) == before and sender.publications == []
@@ -57,10 +57,15 @@ def test_with_a_prefix_cache_reset_frozen_requests_are_recomputed(server, reset)
     sender = FastDeployWeightSender([server.url], scaled_weights(1.03))
     sender.skyrl_set_reset_prefix_cache(reset)
     sender.send_weights()
-    recomputed = sender.publications[0].reports[0].result["tokens_to_recompute"]
+    recomputed = sender.publications[0].report["tokens_to_recompute"]
     assert server.post("/resume").status == 200
     assert stream.abort().finals == ["abort"]
     assert (recomputed > 0) == reset
+
+
+def test_several_servers_are_refused_with_the_command_that_makes_one_address_of_them():
+    with pytest.raises(InvalidField, match="^external_server_urls: expected one address .* `fastdeploy fleet "):
+        FastDeployWeightSender(["http://a:8180", "http://b:8180"], [])
 
 
 def test_the_policy_worker_differs_from_skyrls_only_in_the_sender():

@@ -11,7 +11,7 @@ import pytest
 
 from e2e.fleet_server import FleetServer
 from e2e.server import Server
-from fastdeploy.rl.errors import FleetError
+from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from rl.embedded_weights import scaled_weights, served_state
 
@@ -42,7 +42,7 @@ def test_a_failed_sync_raises_and_the_server_keeps_its_weights(server):
     before = served_state(server)
     transfer.pause()
     broken = [(name, array[:1]) for name, array in scaled_weights(1.0)]
-    with pytest.raises(FleetError):
+    with pytest.raises(WeightUpdateRefused):
         transfer.send_weights(iter(broken))
     assert served_state(server) == before and before[0] is False
     transfer.pause()
@@ -71,7 +71,7 @@ def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
     assert len(steps) == STEPS
     published = seen["publications"]
     assert [p["version"] for p in published] == [f"trl-{i}" for i in range(STEPS + 1)], "one at the start, one per step"
-    weight_epochs = [p["reports"][0]["weight_epoch"] for p in published]
+    weight_epochs = [p["report"]["weight_epoch"] for p in published]
     assert weight_epochs == list(range(weight_epochs[0], weight_epochs[0] + STEPS + 1))
     serving = server.get("/v1/weights?checksums=true").result
     assert serving["version"] == f"trl-{STEPS}"

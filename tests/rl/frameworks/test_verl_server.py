@@ -12,12 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
+from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField, WeightUpdateRefused
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
-from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
-from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
+from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer, peek_first, publish_step
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -190,10 +189,33 @@ async def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
         for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
             weight_epoch = server.weight_epoch
             tensors = iter([("a", np.ones(2, np.float32))])
-            await publish_step(client, tensors, global_steps, via="upload")
+            await publish_step([client], tensors, global_steps, via="upload")
             assert server.weight_epoch == weight_epoch + 1
             fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
             assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
+
+
+async def test_one_stream_of_weights_goes_to_the_address_of_each_rollout_replica():
+    async with FakeServer() as one, FakeServer() as other:
+        buffer = np.zeros(6, np.float32)
+
+        def gathered():
+            for i in range(20):
+                buffer[:] = i
+                yield f"t{i}", buffer
+
+        async with RolloutClient(one.url) as first, RolloutClient(other.url) as second:
+            options = {"via": "upload", "chunk_mb": 0}
+            done = await publish_step([first, second], gathered(), 7, **options)
+            assert [p.version for p in done] == ["7", "7"]
+            for server in (one, other):
+                assert {name: values[0] for name, values in server.weights.tensors.items()} == {
+                    f"t{i}": i for i in range(20)
+                }
+            other.refuse["/v1/weights/chunk"] = deque([(400, "weight_update_refused")])
+            with pytest.raises(WeightUpdateRefused):
+                await publish_step([first, second], gathered(), 8, **options)
+            assert [(s.version, s.session) for s in (one, other)] == [("7", None)] * 2
 
 
 async def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_is_detected():

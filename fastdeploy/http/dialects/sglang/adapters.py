@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
@@ -17,7 +16,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import AdapterConfig, known_adapters, load_adapter, load_folder
 from fastdeploy.http.control.protocol import LoraName
 from fastdeploy.http.dialects.common import sglang_error
-from fastdeploy.http.dialects.sglang.tensor_upload import TENSOR_FORMATS, require_format, require_safetensors
+from fastdeploy.http.dialects.sglang.tensor_upload import TensorUpload, decode_tensors, require_safetensors
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import schema_of, takes
 from fastdeploy.http.upload import admitted_upload, spooled_bytes
@@ -31,9 +30,9 @@ class NameBody(LaxBody):
 
 
 class LoadOptions(NameBody):
-    """pinned: has no effect, since every adapter stays usable. upsert: false refuses a name that is loaded. SGLang does
-    so without this field too. Here the adapter is replaced then, as on prime-rl's server, which has the same route and
-    replaces one name in each step."""
+    """The options of a load. pinned: has no effect, since every adapter stays usable. upsert: false refuses a name that
+    is loaded. SGLang does so without this field too. Here the adapter is replaced then, as on prime-rl's server, which
+    has the same route and replaces one name in each step."""
 
     pinned: bool = False
     upsert: bool | None = None
@@ -53,8 +52,8 @@ class ConfigBody(LoadOptions):
     config_dict: AdapterConfig
 
 
-class AdapterTensors(msgspec.Struct):
-    """The body of an upload. Base64 strings become bytes while they are parsed. No code in them is ever run.
+class AdapterTensors(TensorUpload, kw_only=True):
+    """The body of an upload.
 
     serialized_named_tensors: the bytes of one safetensors file, repeated for each tensor-parallel rank.
     serialized_tensors: these bytes alone, as older clients send them."""
@@ -65,7 +64,6 @@ class AdapterTensors(msgspec.Struct):
     serialized_tensors: bytes | None = None
     pinned: Any = None
     upsert: Any = None
-    load_format: str | None = None
     added_tokens_config: dict[str, Any] | None = None
     expected_checksums: dict[str, Any] | None = None
 
@@ -90,11 +88,7 @@ def tensors_schema() -> dict[str, Any]:
 def parse_tensors(raw: bytes) -> tuple[ConfigBody, bytes]:
     """Return the options and the safetensors file of an upload. Raises InvalidField. Runs on a thread, since the body
     may have gigabytes."""
-    try:
-        body = msgspec.json.decode(raw, type=AdapterTensors)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidField("body", f"expected base64 strings in serialized_named_tensors: {error}") from error
-    require_format(body.load_format, TENSOR_FORMATS)
+    body = decode_tensors(raw, AdapterTensors)
     for field in ("added_tokens_config", "expected_checksums"):
         if getattr(body, field):
             raise InvalidField(field, "not supported by this server")

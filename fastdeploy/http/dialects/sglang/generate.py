@@ -23,7 +23,7 @@ from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.reply import weight_versions
 from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
@@ -40,7 +40,7 @@ BEFORE_PREFILL = "Abort before prefill"
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def generate(request: Request) -> Response:
         body = parse_generate(await read_generation(request))
         await context.client.require_engine()

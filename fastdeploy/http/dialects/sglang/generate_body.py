@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, MAX_REQUEST_ID_CHARS, PART, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, NO_SEED, SEED_BITS, SamplingParams
 from fastdeploy.core.served_weights import MAX_LORA_NAME_CHARS
-from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
+from fastdeploy.http.body import Body, Int64, LaxBody, body_fields, given_fields, parse_body
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.protocol import stop_strings
+from fastdeploy.http.openai.protocol import UNSUPPORTED
 from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
-UNSUPPORTED = (
+UNSUPPORTED_HERE = (
     "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_id",
     "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "token_indices_to_pool",
     "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
@@ -26,37 +26,42 @@ UNSUPPORTED = (
     "require_reasoning", "max_thinking_tokens", "watermark",
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt", "session", "stale_ok"}),
 )  # fmt: skip
-UNSUPPORTED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
+# SGLang's names of sampling parameters.
+NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
 
 
 class CustomParams(Body):
-    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field with every top_p
-    below 1, to renormalise over the same ids in training. The field needs return_logprob."""
+    """Parameters of slime. return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field
+    with every top_p below 1, to renormalise over the same ids in training. The field needs return_logprob."""
 
     return_top_p_token_ids: bool = False
 
 
-class SamplingBody(Body):
+if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through given_fields
+
+    class CoreFieldsBody(Body): ...
+
+else:
+    own = body_fields(SamplingParams, without={"logprobs", "prompt_logprobs", "return_kept"}, names=NAMES)
+    CoreFieldsBody = create_model("CoreFieldsBody", __base__=Body, **own)
+
+
+class SamplingBody(CoreFieldsBody):
+    """The fields of SamplingParams under SGLang's names, and those that differ here. top_k -1 = off. sampling_seed: any
+    integer; -1 = none. max_new_tokens: 0 = only the prompt is computed."""
+
     max_new_tokens: Int64 | None = None
     min_new_tokens: Int64 = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
     top_k: int = Field(-1, ge=-1, le=MAX_INT32)
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    sampling_seed: Int64 | None = None
+    logprobs_mode: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
     beam_width: int = Field(1, ge=1, le=1)
     stop: str | list[str] = []
-    stop_token_ids: list[int] = Field([], max_length=1024)
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    sampling_seed: Int64 | None = None
-    logprobs_mode: str | None = None
     custom_params: CustomParams = CustomParams()
 
 
@@ -86,8 +91,9 @@ class GenerateBody(LaxBody):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token whose log probability is returned, or -1. top: how many of the best tokens are
-    returned with each token. kept: return the ids that each token was drawn from."""
+    """The log probabilities that one prompt asks for. start: the first prompt token whose log probability is returned,
+    or -1. top: how many of the best tokens are returned with each token. kept: return the ids that each token was drawn
+    from."""
 
     wanted: bool = False
     start: int = -1
@@ -107,7 +113,8 @@ class Prompt(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """batch: the reply is a list, also for one prompt. group: the rid that the prompts of a batch share, or ""."""
+    """The prompts of one body. batch: the reply is a list, also for one prompt. group: the rid that the prompts of a
+    batch share, or ""."""
 
     prompts: list[Prompt]
     n: int
@@ -117,14 +124,10 @@ class Prompts(NamedTuple):
 
 def parse_generate(data: dict[str, Any]) -> GenerateBody:
     """Read the body. Raises InvalidField for a field that this server cannot honour."""
-    refuse(data, UNSUPPORTED)
-    return parse_body(data, GenerateBody, {})
-
-
-def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> None:
-    for field in fields:
+    for field in UNSUPPORTED_HERE:
         if not is_empty(data.get(field)):
-            raise InvalidField(prefix + field, "not supported by this server")
+            raise InvalidField(field, "not supported by this server")
+    return parse_body(data, GenerateBody, {})
 
 
 def is_empty(value: Any) -> bool:
@@ -144,10 +147,12 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     rids, group = _rids(body.rid, len(inputs) if batch else None)
     options = _logprob_options(body, inputs, params)
     adapters = _adapters(context, body, inputs)
-    prompts = []
+    prompts, is_text = [], field == "text"
     for i, value in enumerate(inputs):
         name = f"{field}[{i}]" if batch else field
-        ids = await _tokenise(context, value, name)
+        if is_text and isinstance(value, str):
+            value = await context.encode(value, name)
+        ids = context.check_prompt(value, name, "a string" if is_text else "token ids")
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i]))
@@ -168,18 +173,6 @@ def _inputs(body: GenerateBody) -> tuple[list[Any], str, bool]:
     if body.text == []:
         raise InvalidField("text", "expected at least one prompt")
     return (body.text if batch else [body.text]), "text", batch
-
-
-async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int]:
-    if isinstance(value, str) and field.startswith("text"):
-        context.check_text(value, field)
-        value = await context.require_tokenizer(field).encode(value)
-    elif not isinstance(value, list) or (
-        len(value) < context.max_model_len and any(type(token) is not int for token in value)
-    ):
-        raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
-    context.check_prompt(value, field)
-    return value
 
 
 def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
@@ -223,10 +216,8 @@ def _sampling_body(params: Any) -> SamplingBody:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidField("sampling_params", "expected an object, or a list of one object per prompt")
-    refuse(params, UNSUPPORTED_SAMPLING, "sampling_params.")
-    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING}
     try:
-        body = parse_body(known, SamplingBody, {})
+        body = parse_body(params, SamplingBody, UNSUPPORTED)
     except InvalidField as error:
         raise InvalidField(f"sampling_params.{error.field}", error.message.removeprefix(f"{error.field}: ")) from error
     if "max_new_tokens" not in params:
@@ -258,44 +249,32 @@ def _sampling(
 ) -> SamplingParams:
     """Return the parameters of one prompt. max_new_tokens is limited to the rest of the context, which is also its
     value for null. With the kept ids, log probabilities are normalised over these ids, as in slime's SGLang."""
-    left = context.max_model_len - prompt_tokens
-    wanted = left if params.max_new_tokens is None else params.max_new_tokens
-    if wanted < 0:
+    wanted = params.max_new_tokens
+    if wanted is not None and wanted < 0:
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
-    asked = params.max_new_tokens
-    if params.min_new_tokens > 0 and (asked is None or params.min_new_tokens <= asked):
-        context.check_room(prompt_tokens, params.min_new_tokens, "sampling_params.min_new_tokens")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
     mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
     if logprobs.kept and mode != "processed":
         raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
-    return SamplingParams(
-        max_tokens=max(min(wanted, left), 1),
-        min_tokens=params.min_new_tokens,
-        temperature=0.0 if 0.0 <= params.temperature < GREEDY_BELOW else params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=None if params.sampling_seed in (None, NO_SEED) else params.sampling_seed % 2**SEED_BITS,
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        logprobs=logprobs.top if logprobs.wanted else None,
-        prompt_logprobs=logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
-        logprobs_mode=mode,
-        return_kept=logprobs.kept,
-    ).check()
+    given = given_fields(params, SamplingParams, NAMES)
+    if 0.0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    if given.get("seed", NO_SEED) != NO_SEED:
+        given["seed"] %= 2**SEED_BITS
+    given |= {
+        "logprobs": logprobs.top if logprobs.wanted else None,
+        "prompt_logprobs": logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
+        "logprobs_mode": mode,
+        "return_kept": logprobs.kept,
+    }
+    max_tokens = None if wanted is None else max(wanted, 1)
+    return context.sampling(given, prompt_tokens, max_tokens, "sampling_params.min_new_tokens")
 
 
 def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
-    stops = stop_strings(params.stop, "sampling_params.stop")
-    if stops:
-        context.require_tokenizer("sampling_params.stop")
     return TextOptions(
-        stops=stops,
+        stops=context.stop_strings(params.stop, "sampling_params.stop"),
         include_stop=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,
         min_tokens=params.min_new_tokens,

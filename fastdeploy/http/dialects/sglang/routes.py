@@ -25,7 +25,7 @@ from fastdeploy.http.dialects.common import (
 )
 from fastdeploy.http.dialects.sglang import adapters, generate, weights
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.inter_communicator import messages as m
 
 NO_GROUP = "this device has no process group for weights: use /update_weights_from_disk or /update_weights_from_tensor"
@@ -56,7 +56,7 @@ class AbortRequestBody(LaxBody):
 
 
 class MemoryBody(LaxBody):
-    """No tags means all memory."""
+    """The kinds of memory; no tags means all of it."""
 
     tags: list[str] = []
 
@@ -137,26 +137,26 @@ def _add_info(router: APIRouter, context: ServingContext) -> None:
         }
 
     @router.get("/v1/loads")
-    @Access.DATA
+    @RouteAccess.DATA
     async def loads() -> Response:
         """Count frozen requests as running, and held requests as waiting."""
         now = datetime.now(UTC).isoformat()
         return json_response({"timestamp": now, "version": VERSION, "loads": [await load()]})
 
     @router.get("/get_load")
-    @Access.DATA
+    @RouteAccess.DATA
     async def get_load() -> Response:
         return json_response([await load()])
 
     @router.get("/get_weight_version")
-    @Access.DATA
+    @RouteAccess.DATA
     async def get_weight_version() -> Response:
         info = await client.call(m.WeightInfoArgs())
         fields = {name: info[name] for name in ("weight_epoch", "boot_id")}
         return json_response({"weight_version": info["version"], **fields})
 
     @router.get("/health_generate")
-    @Access.OPEN
+    @RouteAccess.OPEN
     async def health_generate() -> Response:
         """Answer 200 while an engine is connected, else 503. No token is generated: a paused engine is healthy."""
         await client.require_engine()
@@ -164,13 +164,13 @@ def _add_info(router: APIRouter, context: ServingContext) -> None:
 
     @router.get("/get_model_info")
     @router.get("/model_info")
-    @Access.DATA
+    @RouteAccess.DATA
     async def model_info() -> Response:
         info = await client.call(m.WeightInfoArgs())
         return json_response({**model_fields(context), "weight_version": info["version"]})
 
     @router.get("/get_server_info")
-    @Access.DATA
+    @RouteAccess.DATA
     async def get_server_info(request: Request) -> Response:
         """Answer as /server_info, without vLLM's fields."""
         return json_response(await server_arguments(context, request))

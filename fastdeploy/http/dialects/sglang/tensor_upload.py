@@ -1,6 +1,8 @@
-"""The body of /update_weights_from_tensor: safetensors bytes in base64. A pickle is refused by its first bytes."""
+"""Bodies with safetensors bytes in base64, for weights and for adapters. A pickle is refused by its first bytes."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 
@@ -17,11 +19,19 @@ class VersionedBody(LaxBody):
     abort_all_requests: bool = False
 
 
-class TensorBody(msgspec.Struct):
+class TensorUpload(msgspec.Struct, kw_only=True):
     """Base64 strings become bytes while they are parsed. No code in them is ever run."""
 
-    serialized_named_tensors: list[bytes]
     load_format: str | None = None
+
+
+Upload = TypeVar("Upload", bound=TensorUpload)
+
+
+class TensorBody(TensorUpload, kw_only=True):
+    """The body of an update."""
+
+    serialized_named_tensors: list[bytes]
     flush_cache: bool | None = True
     abort_all_requests: bool | None = False
     weight_version: str | int | None = None
@@ -48,13 +58,19 @@ def require_target(selector: str | None) -> None:
         raise InvalidField("selector", f"there is no draft model here; expected all or target, got {selector!r}")
 
 
-def parse_tensors(raw: bytes) -> TensorBody:
-    """Parse and check the body. Raises InvalidField. Runs on a thread, since the body may have gigabytes."""
+def decode_tensors(raw: bytes, kind: type[Upload]) -> Upload:
+    """Parse a body with base64 strings. Raises InvalidField. Runs on a thread, since the body may have gigabytes."""
     try:
-        body = msgspec.json.decode(raw, type=TensorBody)
-    except msgspec.DecodeError as error:
+        body = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidField("body", f"expected base64 strings in serialized_named_tensors: {error}") from error
     require_format(body.load_format, TENSOR_FORMATS)
+    return body
+
+
+def parse_tensors(raw: bytes) -> TensorBody:
+    """Parse and check the body of an update, as :func:`decode_tensors`."""
+    body = decode_tensors(raw, TensorBody)
     require_target(body.selector)
     if not body.serialized_named_tensors:
         raise InvalidField("serialized_named_tensors", "expected at least one entry")

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.weight_source import FolderSource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.calls import Routes, catching, read_body
+from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
 from fastdeploy.http.checkpoint_deltas.pulls import Pulls
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import OpenSession, place_pause, sglang_error, success
-from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
+from fastdeploy.http.dialects.common import OpenWeightSession, place_pause, sglang_error, success
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
     VersionedBody,
@@ -139,7 +139,7 @@ class Update(NamedTuple):
     new weights serve; an update that is refused aborts nothing. partial: tensors that do not arrive keep their value.
     flush: drop the prefix cache."""
 
-    sources: Sequence[WholeSource]
+    sources: Sequence[Source]
     version: str | None
     abort_all: bool
     flush: bool
@@ -151,7 +151,7 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient):
         self._client = client
-        self._session = OpenSession(client, PLACED_BY)
+        self._session = OpenWeightSession(client, PLACED_BY)
 
     async def begin(self) -> dict[str, Any]:
         return await self._session.begin(partial=True)
@@ -164,7 +164,7 @@ class WeightUpdates:
         if receipt is None:
             return await self._publish(update)
         for source in others:
-            receipt = await self._client.call(m.UpdateChunkArgs(receipt["session_id"], source, update.version))
+            receipt = await self._client.call(m.UpdatePartArgs(receipt["session_id"], source, update.version))
         if update.abort_all:
             await self._client.call(m.AbortArgs(abort_all=True))
         return receipt
@@ -197,7 +197,7 @@ class WeightUpdates:
         session_id = (await self._client.call(begin))["session_id"]
         try:
             for source in update.sources:
-                await self._client.call(m.UpdateChunkArgs(session_id, source))
+                await self._client.call(m.UpdatePartArgs(session_id, source))
             commit = m.CommitUpdateArgs(session_id)
             return await (self._commit_alone(commit) if update.abort_all else self._client.call(commit))
         except BaseException:

@@ -4,14 +4,8 @@ SkyRL's trainer first calls /init_weight_transfer_engine with the folder of the 
 version it publishes the folder ``delta-00000007`` below ``sync_dir``, calls /fetch_weights, pauses the engine, and has
 the local folder loaded by an ordinary weight update whose ``update_info`` names the version.
 
-A delta is its manifest.json, {version, base_version, tensors: [{name, payload_file, payload_key, checksum,
-checksum_algorithm}]}, and safetensors files of payloads (U8): the bytes of each tensor that changed, xor the old ones,
-as one zstd frame. The base is the version before; version 0 is the model. The checksums are xxh3-128 or sha256.
-
 The calls may reach any API server of this host. What the first call says is therefore kept in a file below --pull-root,
 by the port of the server. The local checkpoint is the folder ``weights`` in SkyRL's local folder.
-
-Sources: skyrl/backends/skyrl_train/weight_sync/delta/{trainer,engine,checkpoint}.py.
 """
 
 from __future__ import annotations
@@ -21,45 +15,35 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import msgspec
 from pydantic import Field
 
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused, WrongOrder
-from fastdeploy.core.files import ANYWHERE, Folder, make_beneath, open_regular, read_whole
+from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.files import ANYWHERE, make_beneath, open_regular, read_whole
 from fastdeploy.core.pulled_folder import SYNC, pulled_version
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody, parse_body
-from fastdeploy.http.checkpoint_deltas.published import (
-    MAX_JSON_BYTES,
-    Delta,
-    Published,
-    check_delta,
-    place_payload,
-    published_header,
-    read_published_json,
-    refused,
-    whole_version,
-)
-from fastdeploy.http.checkpoint_deltas.pulls import MAX_VERSION, NO_ROOT, Pulls, check_path
+from fastdeploy.http.checkpoint_deltas.formats import SkyRLStream, check_path
+from fastdeploy.http.checkpoint_deltas.published import MAX_JSON_BYTES
+from fastdeploy.http.checkpoint_deltas.pulls import MAX_VERSION, NO_ROOT, Pulls
 
-MANIFEST, WEIGHTS = "manifest.json", "weights"
+WEIGHTS = "weights"
 # Each marks the init_info or the update_info of a delta among those of vLLM's other transports.
 INIT_FIELD, UPDATE_FIELD = "local_checkpoint_dir", "target_version"
-CLOUD = ("gs://", "s3://")
 
 
 class InitInfo(LaxBody):
-    """SkyRL also sends how its own workers download and load; those fields are dropped."""
+    """The setup of a run. SkyRL also sends how its own workers download and load; those fields are dropped."""
 
     base_model_path: str
     local_checkpoint_dir: str
 
 
 class FetchBody(LaxBody):
-    """uri: the folder of the target version, if it is not below sync_dir."""
+    """The version to fetch. uri: its folder of the target version, if it is not below sync_dir."""
 
     target_version: int = Field(ge=0, le=MAX_VERSION)
     sync_dir: str | None = None
@@ -75,70 +59,6 @@ class Setup(msgspec.Struct):
 
     base_model_path: str
     local_checkpoint_dir: str
-
-
-class Record(msgspec.Struct):
-    """A tensor of a manifest."""
-
-    name: str
-    payload_file: str
-    payload_key: str
-    checksum: str
-    checksum_algorithm: str = "xxh3-128"
-
-
-class Manifest(msgspec.Struct):
-    """manifest.json."""
-
-    version: int
-    base_version: int
-    tensors: list[Record]
-
-
-class Model(NamedTuple):
-    """The folder of version 0. It lies beneath one of ``roots``, with all of its files."""
-
-    path: str
-    roots: Sequence[str]
-
-
-class SkyRLStream:
-    """The versions that a call of /fetch_weights names. Published folders lie beneath one of ``roots``."""
-
-    def __init__(self, model: Model, body: FetchBody, roots: Sequence[str]):
-        for field, path in (("sync_dir", body.sync_dir), ("uri", body.uri)):
-            if path is None:
-                continue
-            if path.startswith(CLOUD):
-                raise InvalidField(field, f"expected a folder of this host, got {path!r}: cloud storage is not read")
-            check_path(field, path)
-        self._model, self._body, self._roots = model, body, roots
-
-    def open(self, version: int) -> Published:
-        """See checkpoint_deltas.published.Stream."""
-        if version == 0:
-            try:
-                return whole_version(0, Folder(*self._model))
-            except OSError as error:
-                why = f"{self._model.path!r} cannot be opened as a folder: {error.strerror}"
-                raise InvalidField("base_model_path", why) from error
-        path = self._path(version)
-        try:
-            folder = Folder(path, self._roots)
-        except OSError as error:
-            raise WeightUpdateRefused(f"version {version}: {path!r} cannot be opened: {error.strerror}") from error
-        try:
-            return _opened(version, folder)
-        except BaseException:
-            folder.close()
-            raise
-
-    def _path(self, version: int) -> str:
-        if version == self._body.target_version and self._body.uri is not None:
-            return self._body.uri
-        if self._body.sync_dir is None:
-            raise InvalidField("sync_dir", f"expected the folder that version {version} is published in")
-        return os.path.join(self._body.sync_dir, f"delta-{version:08d}")
 
 
 class CheckpointDeltas:
@@ -160,7 +80,7 @@ class CheckpointDeltas:
     async def fetch(self, body: FetchBody) -> dict[str, Any]:
         """Bring the local checkpoint to a version. Raises WrongOrder before :meth:`init`, and the errors of a pull."""
         setup = await asyncio.to_thread(self._setup)
-        stream = SkyRLStream(self._model(setup.base_model_path), body, self._config.model_roots)
+        stream = self._stream(setup, body)
         start = time.perf_counter()
         await self._pulls.pull(_weights(setup), stream, body.target_version)
         stats = {"total_s": time.perf_counter() - start}
@@ -178,23 +98,24 @@ class CheckpointDeltas:
             raise WrongOrder(f"target_version: the local checkpoint has {got}; call /fetch_weights for {target} first")
         return FolderSource(local), str(target)
 
-    def _model(self, path: str) -> Model:
-        """Return the folder of version 0. SkyRL may name it as this server's model, or as a folder of this host."""
-        model = self._config.model
-        if path in (model, self._config.served_model_name) or os.path.realpath(path) == os.path.realpath(model):
-            return Model(model, ANYWHERE)
-        if not os.path.isabs(path):
-            expected = f"{model!r}, {self._config.served_model_name!r} or a folder below --model-root"
-            raise InvalidField("base_model_path", f"expected {expected}, got {path!r}")
-        return Model(path, self._config.model_roots)
+    def _stream(self, setup: Setup, body: FetchBody) -> SkyRLStream:
+        """Return the versions that ``body`` names. SkyRL may name the folder of version 0 as this server's model, or as
+        a folder of this host. Raises InvalidField."""
+        config, path = self._config, setup.base_model_path
+        model, roots = config.model, cast(Sequence[str], ANYWHERE)
+        if path not in (model, config.served_model_name) and os.path.realpath(path) != os.path.realpath(model):
+            if not os.path.isabs(path):
+                expected = f"{model!r}, {config.served_model_name!r} or a folder below --model-root"
+                raise InvalidField("base_model_path", f"expected {expected}, got {path!r}")
+            model, roots = path, config.model_roots
+        return SkyRLStream(model, roots, body.target_version, body.sync_dir, body.uri, config.model_roots)
 
     @property
     def _file(self) -> str:
         return f"skyrl-{self._config.port}.json"
 
     def _keep(self, setup: Setup) -> None:
-        stream = SkyRLStream(self._model(setup.base_model_path), FetchBody(target_version=0), ())
-        stream.open(0).folder.close()
+        self._stream(setup, FetchBody(target_version=0)).open(0).folder.close()
         root, part = self._config.pull_root, f"{self._file}.{os.getpid()}"
         try:
             os.close(make_beneath(root, setup.local_checkpoint_dir))
@@ -230,23 +151,3 @@ class CheckpointDeltas:
 
 def _weights(setup: Setup) -> str:
     return os.path.join(setup.local_checkpoint_dir, WEIGHTS)
-
-
-def _opened(version: int, folder: Folder) -> Published:
-    manifest = read_published_json(version, folder, MANIFEST, Manifest)
-    for field, value, expected in (
-        ("version", manifest.version, version),
-        ("base_version", manifest.base_version, version - 1),
-    ):
-        if value != expected:
-            raise refused(version, MANIFEST, f"{field}: expected {expected}, got {value}")
-    files = sorted({record.payload_file for record in manifest.tensors})
-    headers = {file: published_header(version, folder, file) for file in files}
-    payloads = [
-        place_payload(
-            version, one.payload_file, headers[one.payload_file], one.name, one.payload_key, one.checksum_algorithm,
-            one.checksum,
-        )
-        for one in manifest.tensors
-    ]  # fmt: skip
-    return Published(version, folder, [MANIFEST, *files], check_delta(version, MANIFEST, Delta("xor", payloads)))

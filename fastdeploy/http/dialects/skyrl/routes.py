@@ -24,7 +24,7 @@ from fastdeploy.http.dialects.vllm.weights import (
     StartBody,
     WeightUpdates,
 )
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.inter_communicator import messages as m
 
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -39,7 +39,8 @@ class RpcBody(LaxBody):
 
 
 class SleepBody(Body):
-    """offload_kv: keep the KV of frozen requests. Otherwise their KV is computed again after the wake-up."""
+    """The fields of a sleep. offload_kv: keep the KV of frozen requests. Otherwise their KV is computed again after the
+    wake-up."""
 
     offload_kv: bool = True
 
@@ -86,7 +87,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         return {"status": "ok", "aborted": aborted, "count": len(aborted), "requests": report["aborted"]}
 
     @router.post("/skyrl/v1/generate")
-    @Access.DATA
+    @RouteAccess.DATA
     async def generate(request: Request) -> Response:
         """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
         data = parse_json(await request.body())
@@ -98,7 +99,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         """Bring the local checkpoint to a published version. The engine is neither paused nor changed."""
         return {"status": "ok", "result": [await deltas.fetch(body)]}
 
-    @routes.post("/finish_session", SessionBody, Access.DATA)
+    @routes.post("/finish_session", SessionBody, RouteAccess.DATA)
     async def finish_session(body: SessionBody) -> dict[str, Any]:
         """Answer a router that ties a session to a replica. There is nothing to release: the gateway of a
         fleet forgets the oldest sessions by itself. 0 is a valid session id."""

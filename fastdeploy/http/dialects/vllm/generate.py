@@ -14,12 +14,13 @@ from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.core.request_fields import RequestFields, check_vocabulary
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json, read_generation
 from fastdeploy.http.calls import read_lenient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.chat import prepare as prepare_chat
 from fastdeploy.http.openai.completion import prepare
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
@@ -70,7 +71,7 @@ def generate_schema() -> dict[str, Any]:
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
-    @Access.DATA
+    @RouteAccess.DATA
     async def generate(request: Request) -> Response:
         """Generate from token ids. X-Session-ID names the session, for a fleet. Without max_tokens the limit is
         the rest of the context, as in vLLM on this route (not the 16 of its SamplingParams)."""
@@ -146,7 +147,8 @@ def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenizeBody(LaxBody):
-    """messages: a conversation, which is rendered and tokenised as by /v1/chat/completions."""
+    """A text, or a conversation. messages: a conversation, which is rendered and tokenised as by
+    /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
@@ -171,23 +173,20 @@ class DetokenizeBody(LaxBody):
 # Fields of a chat body that its tokens depend on.
 RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
                       "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
-# Fields of a chat body that are sampling parameters.
-SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-                      "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
-                      "ignore_eos"})  # fmt: skip
+# Fields of a chat body that are sampling parameters of /inference/v1/generate too. Logprobs have other forms there.
+SAMPLING = {"n", "stop"} | {name for name in SamplingParams.__struct_fields__ if "logprobs" not in name}
 
 
 def add_text_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
-    @Access.DATA
+    @RouteAccess.DATA
     async def tokenize(request: Request) -> Response:
         body = await read_lenient(request, TokenizeBody)
         if body.messages is not None:
             data = parse_json(await request.body())
             ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
         elif body.prompt is not None:
-            context.check_text(body.prompt, "prompt")
-            ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
+            ids = await context.encode(body.prompt, "prompt", body.add_special_tokens)
         else:
             raise InvalidField("prompt", "expected a prompt or messages")
         reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
@@ -197,7 +196,7 @@ def add_text_routes(router: APIRouter, context: ServingContext) -> None:
         return json_response(reply)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
-    @Access.DATA
+    @RouteAccess.DATA
     async def detokenize(request: Request) -> Response:
         """Decode at most a full context of tokens, since decoding blocks the event loop. No tokens give an empty text:
         a request that was aborted at once has none."""
@@ -207,12 +206,11 @@ def add_text_routes(router: APIRouter, context: ServingContext) -> None:
             raise ContextLengthExceeded("tokens", context.max_model_len, f"the text of {len(body.tokens)} tokens")
         if any(type(token) is not int for token in body.tokens):
             raise InvalidField("tokens", "expected a list of token ids")
-        if body.tokens:
-            context.check_vocabulary(body.tokens, "tokens")
+        check_vocabulary(body.tokens, context.vocab_size, "tokens")
         return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
     @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
-    @Access.DATA
+    @RouteAccess.DATA
     async def render(request: Request) -> Response:
         """Answer with the prompt of /v1/chat/completions as token ids, in a body for /inference/v1/generate."""
         data = parse_json(await request.body())

@@ -29,7 +29,7 @@ from fastdeploy.http.dialects.common import (
 )
 from fastdeploy.http.dialects.vllm import generate, weights
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.guards.route_access import Access
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openapi import asks
 from fastdeploy.inter_communicator import messages as m
 
@@ -55,7 +55,8 @@ def vllm_router(context: ServingContext) -> APIRouter:
 
 
 class LoadBody(LaxBody):
-    """load_inplace: true replaces an adapter that is loaded. version and kv are fields of our own."""
+    """The fields of a load. load_inplace: true replaces an adapter that is loaded. version and kv are fields of our
+    own."""
 
     lora_name: LoraName
     lora_path: str = Field(min_length=1)
@@ -103,8 +104,8 @@ def _adapter_error(error: FastDeployError) -> Response:
 
 
 class PauseBody(LaxBody):
-    """clear_cache: vLLM's default is true in every mode. After a pause with mode keep, the frozen requests are then
-    recomputed, which TRL relies on. wait_for_inflight_requests: an older form of mode=wait."""
+    """The fields of a pause. clear_cache: vLLM's default is true in every mode. After a pause with mode keep, the
+    frozen requests are then recomputed, which TRL relies on. wait_for_inflight_requests: an older form of mode=wait."""
 
     mode: PauseMode | None = None
     clear_cache: bool = True
@@ -112,8 +113,8 @@ class PauseBody(LaxBody):
 
 
 class AbortBody(Body):
-    """No ids, or an empty list, means every request. Unknown fields are refused, so that a misspelled field name does
-    not abort every request."""
+    """The requests to abort: no ids, or an empty list, means every request. Unknown fields are refused, so that a
+    misspelled field name does not abort every request."""
 
     request_ids: list[str] = []
 
@@ -141,7 +142,7 @@ def _add_pause_and_abort(router: APIRouter, context: ServingContext) -> None:
         return {"status": "resumed", "report": await resume(client)}
 
     @router.get("/is_paused")
-    @Access.DATA
+    @RouteAccess.DATA
     async def is_paused() -> Response:
         return json_response(await client.call(m.PauseStatusArgs()))
 
@@ -170,14 +171,14 @@ def _as_list(value: Any) -> Any:
 
 
 class TagsBody(LaxBody):
-    """No tags means all memory."""
+    """The kinds of memory; no tags means all of it."""
 
     tags: Annotated[list[str], BeforeValidator(_as_list)] = []
 
 
 class SleepBody(TagsBody):
-    """level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must be published again.
-    mode: mode of the pause that a sleep implies."""
+    """The fields of a sleep. level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must
+    be published again. mode: mode of the pause that a sleep implies."""
 
     level: int = 1
     mode: PauseMode | None = None
@@ -203,7 +204,7 @@ def _add_memory(router: APIRouter, context: ServingContext) -> None:
         return {"status": "awake", **await wake(client, memory_tags(body.tags, TAGS) or EVERYTHING)}
 
     @router.get("/is_sleeping")
-    @Access.DATA
+    @RouteAccess.DATA
     async def is_sleeping() -> Response:
         sleeping = await asleep(client)
         return json_response({"is_sleeping": bool(sleeping), "asleep": sleeping})
@@ -228,7 +229,8 @@ class InfoBody(LaxBody):
 
 
 class VersionBody(LaxBody):
-    """SGLang's clients send abort_all_requests too. A new label aborts nothing, whatever that field says."""
+    """The new label. SGLang's clients send abort_all_requests too. A new label aborts nothing, whatever that field
+    says."""
 
     new_version: Version
 
@@ -240,13 +242,13 @@ class CheckBody(LaxBody):
 
 def _add_server(router: APIRouter, context: ServingContext) -> None:
     @router.get("/get_world_size")
-    @Access.DATA
+    @RouteAccess.DATA
     async def get_world_size() -> Response:
         """Answer 1: one replica on one device, whatever include_dp says."""
         return json_response({"world_size": 1})
 
     @router.get("/server_info", openapi_extra=asks(InfoBody))
-    @Access.DATA
+    @RouteAccess.DATA
     async def server_info(request: Request) -> Response:
         """Answer with SGLang's fields at the top level, and vLLM's below vllm_config."""
         body = await read_lenient(request, InfoBody)
@@ -301,7 +303,7 @@ def _add_weight_labels(router: APIRouter, context: ServingContext) -> None:
         return success(f"later tokens are labelled {version}", new_version=version, weight_version=version)
 
     @router.get("/weight_info")
-    @Access.DATA
+    @RouteAccess.DATA
     async def weight_info() -> Response:
         info = await client.call(m.WeightInfoArgs())
         return json_response({"weight_version": info["version"], **info})

@@ -15,17 +15,16 @@ from starlette.responses import Response
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource, WholeSource
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.calls import Routes, read_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import OpenSession
+from fastdeploy.http.dialects.common import OpenWeightSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import admitted_upload, is_upload
-from fastdeploy.http.upload_stream import upload_part, upload_update
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
@@ -43,9 +42,9 @@ TRANSPORT_FIELDS = frozenset(
 
 
 class StartBody(Body):
-    """is_checkpoint_format: tensors have the names and layout of a checkpoint. This server knows no other format.
-    partial: tensors that do not arrive keep their value. The default is false, since TRL finishes an update even if
-    sending it failed."""
+    """The fields of a weight session. is_checkpoint_format: tensors have the names and layout of a checkpoint. This
+    server knows no other format. partial: tensors that do not arrive keep their value. The default is false, since TRL
+    finishes an update even if sending it failed."""
 
     is_checkpoint_format: Literal[True] = True
     partial: bool = False
@@ -60,7 +59,8 @@ class FinishBody(Body):
 
 
 class UpdateInfo(SourceBody):
-    """partial, kv: for an update without a session only. In a session, /start_weight_update sets them."""
+    """The source and the label of an update. partial, kv: for an update without a session only. In a session,
+    /start_weight_update sets them."""
 
     weight_version: Version | None = None
     partial: bool = False
@@ -95,7 +95,7 @@ class InitBody(LaxBody):
 
 
 class Part(NamedTuple):
-    source: WholeSource
+    source: Source
     info: UpdateInfo
 
     def update(self) -> m.UpdateWeightsArgs:
@@ -110,7 +110,7 @@ class WeightUpdates:
 
     def __init__(self, client: ServingClient, deltas: CheckpointDeltas):
         self._client, self._deltas = client, deltas
-        self._session = OpenSession(client, PLACED_BY)
+        self._session = OpenWeightSession(client, PLACED_BY)
         self.finish = self._session.commit
 
     async def init(self, info: Any) -> None:
@@ -152,15 +152,14 @@ class WeightUpdates:
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
         check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
-        async with admitted_upload(context, check) as admitted:
-            session_id, streams = admitted["session_id"], admitted["streams"]
+        async with admitted_upload(context, check) as session_id:
             if session_id is not None:
                 _refuse_session_fields(info)
+            async with spooled_upload(request, context) as source:
+                if session_id is None:
+                    return await self._client.call(Part(source, info).update())
                 fields = {"version": info.weight_version, **_part_fields(info)}
-                return await upload_part(request, context, session_id, fields, streams)
-            return await upload_update(
-                request, context, begin, _part_fields(info), lambda source: Part(source, info).update(), streams
-            )
+                return await self._client.call(m.UpdatePartArgs(session_id, source, **fields))
 
 
 def _part_fields(info: UpdateInfo) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.ways.ledger import Ledger, ledger, mistakes
+from benchmarks.lib.ways.ledger import accounts, mistakes, unexplained
 from benchmarks.lib.ways.record import WAYS, read
 from support.sync_run import MadeUpRun
 
@@ -20,8 +20,9 @@ def rollouts(made: MadeUpRun, fate: str) -> list[dict]:
 
 def test_a_ledger_in_which_every_token_is_explained_balances(made, tmp_path):
     record = read(made.write(tmp_path))
-    assert ledger(record) == Ledger(4 * 60 + 10 + 7 + 5 * 50, 250, 240, {"stale": 10}, 7, 12)
-    assert ledger(record).explained == ledger(record).generated
+    told = {"evaluated": 250, "trained": 240, "discarded: stale": 10, "in_flight": 7}
+    assert accounts(record) == {"generated": 4 * 60 + 10 + 7 + 5 * 50, "recomputed": 12} | told
+    assert unexplained(accounts(record)) == 0
     assert mistakes(record) == []
 
 
@@ -46,7 +47,7 @@ def test_a_lost_token_is_found_beside_a_doubled_one_of_other_weights(made, tmp_p
     discarded.update(tokens=11, spans=[[3, 0, 11]])
     trained.update(tokens=6, spans=[[4, 0, 6]])
     record = read(made.write(tmp_path))
-    assert ledger(record).explained == ledger(record).generated
+    assert unexplained(accounts(record)) == 0
     assert [line.partition(" are ")[0] for line in mistakes(record)] == [
         "11 tokens of weight_epoch 3", "11 tokens of weight_epoch 4"
     ]  # fmt: skip
@@ -55,7 +56,7 @@ def test_a_lost_token_is_found_beside_a_doubled_one_of_other_weights(made, tmp_p
 @pytest.mark.parametrize("spans", [[[0, 0, 29]], [[0, 1, 30]], [[0, 0, 20], [1, 15, 30]], []])
 def test_spans_that_do_not_cover_the_tokens_once_are_found(made, tmp_path, spans):
     rollouts(made, "trained")[0]["spans"] = spans
-    assert any("do not cover its 30 tokens once" in line for line in mistakes(read(made.write(tmp_path))))
+    assert any(line.startswith("rollout ") and " span" in line for line in mistakes(read(made.write(tmp_path))))
 
 
 def test_an_update_that_trained_other_tokens_than_its_rollouts_have_is_found(made, tmp_path):

@@ -1,0 +1,95 @@
+"""The parts of one engine, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory
+from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.events import EventLog
+from fastdeploy.core.runner import Runner
+from fastdeploy.core.weight_source import SourcePolicy
+from fastdeploy.engine.adapters.registry import AdapterRegistry
+from fastdeploy.engine.admission import AdmissionControl
+from fastdeploy.engine.gateway_lease import GatewayLease
+from fastdeploy.engine.pauses.scopes import ScopeRegistry
+from fastdeploy.engine.requests.delivery import Delivery
+from fastdeploy.engine.requests.lifecycle import RequestLifecycle
+from fastdeploy.engine.requests.retention import RetainedLog, Retention
+from fastdeploy.engine.sleep import Sleeper
+from fastdeploy.engine.updates.weight_switch import WeightSwitch
+from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.inter_communicator.transport import Transport
+from fastdeploy.metrics.metrics import EngineMetrics
+from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.scheduler import Scheduler
+
+
+class EngineParts(NamedTuple):
+    """The parts of one engine, from those that know least to those that know most."""
+
+    events: EventLog
+    metrics: EngineMetrics
+    runner: Runner
+    scheduler: Scheduler
+    retention: Retention
+    delivery: Delivery
+    lifecycle: RequestLifecycle
+    scopes: ScopeRegistry
+    adapters: AdapterRegistry
+    admission: AdmissionControl
+    switch: WeightSwitch
+    weights: WeightSessions
+    sleeper: Sleeper
+    gateway_lease: GatewayLease
+
+
+def build_parts(
+    config: EngineConfig,
+    runner: Runner,
+    transport: Transport,
+    boot_id: str,
+    on_commit: Callable[[int], None] | None,
+    clock: Callable[[], float],
+    runs: Callable[[int], bool],
+    retained_log: RetainedLog,
+) -> EngineParts:
+    """Build the parts of an engine. For the arguments see CommonEngine."""
+    info, wake, timeout_s = runner.info, transport.wake, config.stage_timeout_s
+    events, metrics = EventLog(clock), EngineMetrics()
+
+    kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
+    pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
+    scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, AdapterMemory(config.adapter_memory_mb << 20), events)
+
+    retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
+    delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
+    lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
+    scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
+
+    policy = SourcePolicy(config.model_roots, config.upload_dir)
+    adapters = AdapterRegistry(config, runner, scopes, scheduler, lifecycle, metrics, policy, wake, clock, events)
+    admission = AdmissionControl(info, config.max_waiting, scheduler, delivery, lifecycle, retention, scopes, adapters)
+
+    pause, clients = scopes.whole_pause, delivery.clients
+    switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
+    weights = WeightSessions(runner, switch, pause, policy, wake, clock, timeout_s, clients, events)
+    sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
+    return EngineParts(
+        events,
+        metrics,
+        runner,
+        scheduler,
+        retention,
+        delivery,
+        lifecycle,
+        scopes,
+        adapters,
+        admission,
+        switch,
+        weights,
+        sleeper,
+        GatewayLease(clock, clients),
+    )
