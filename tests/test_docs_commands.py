@@ -25,8 +25,7 @@ from benchmarks.make_adapters import main as make_adapters
 from e2e.fleet_server import FleetServer
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, make_parser
-from fastdeploy.entrypoints.fleet_flags import fleet_config, launcher_spec, put_fleet_key
+from fastdeploy.entrypoints.cli import configs, fleet_config, launcher_spec, make_parser, put_fleet_key
 from fastdeploy.http.guards.keys import read_keys
 from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
 from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables

@@ -34,6 +34,8 @@ class Root(Node):
 
 
 class PrefixIndex:
+    """A trie of computed blocks for each namespace."""
+
     def __init__(self, block_size: int):
         self.block_size = block_size
         self._roots: dict[Hashable, Root] = {}

@@ -61,6 +61,7 @@ class Sleeper:
         self._runner = runner
         self._pause = pause
         self._weights = weights
+        self._thread = weights.thread
         self._adapters = adapters
         self._clock = clock
         self._wake_timeout_s = wake_timeout_s
@@ -105,7 +106,7 @@ class Sleeper:
 
     def settle(self) -> None:
         """Serve the calls whose pause is complete, whenever the staging thread is idle. Time out those that wait."""
-        while self._paused and not self._weights.staging_busy:
+        while self._paused and not self._thread.busy:
             self._begin(self._paused.pop(0))
         now = self._clock()
         late = [call for call in self._paused if call.deadline <= now]
@@ -147,7 +148,7 @@ class Sleeper:
 
         self._writing = call
         timeout_s = max(call.deadline - self._clock(), 0.0)
-        self._weights.thread.submit(Job(self, written.run, on_written, timeout_s, reads=True))
+        self._thread.submit(Job(self, written.run, on_written, timeout_s, reads=True))
 
     def _fall_asleep(self, call: PausedCall, written: WeightMove | None) -> None:
         self._num_open -= 1
@@ -200,7 +201,7 @@ class Sleeper:
             answer({**self._state(), **report}, error)
 
         self._wakes = True
-        self._weights.thread.submit(Job(self, read.run, on_read, self._wake_timeout_s, reads=True))
+        self._thread.submit(Job(self, read.run, on_read, self._wake_timeout_s, reads=True))
 
     def _tags_to_wake(self, args: WakeArgs) -> tuple[str, ...]:
         asleep = self._runner.asleep

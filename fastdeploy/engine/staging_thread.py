@@ -24,10 +24,10 @@ MAX_LEFT_BEHIND = 4  # abandoned jobs that still hang
 
 @dataclass(eq=False)
 class Job:
-    """``work`` runs on a thread. ``on_end(result, error, seconds)`` is called once, on the loop's thread. owner:
-    ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
-    files and may hang. discard: called with the result of an abandoned job, on the loop's thread, if one comes.
-    deadline: on the loop's clock; given if the time in the queue counts too. Otherwise it is set at the start.
+    """A job of a staging thread, which calls ``work``. ``on_end(result, error, seconds)`` is called once, on the loop's
+    thread. owner: ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if
+    ``work`` reads files and may hang. discard: called with the result of an abandoned job, on the loop's thread, if one
+    comes. deadline: on the loop's clock; given if the time in the queue counts too. Otherwise it is set at the start.
 
     The result may be a second copy of the weights. So after ``on_end`` nothing may refer to the job, and an error must
     not refer to the stack frames of its exception.

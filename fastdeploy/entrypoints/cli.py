@@ -6,29 +6,31 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, Flag, ServeConfig, flags_of, is_loopback
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.process import VERSION, setup_logging
-from fastdeploy.entrypoints.fleet import Fleet
-from fastdeploy.entrypoints.fleet_flags import (
-    DEFAULT_REPLICAS,
-    add_fleet_flags,
-    fleet_config,
-    launcher_spec,
-    put_fleet_key,
-    ray_spec,
-)
+from fastdeploy.core.process import VERSION, host_id, setup_logging
+from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.process_tree import ProcessTree
+from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
+from fastdeploy.entrypoints.ray_replica import ReplicaSpec
+from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
 
 EMBEDDED_NAME = "fastdeploy-embedded"
+DEFAULT_REPLICAS = 2
+MAX_KEY_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     fleet = commands.add_parser("fleet", help=text, allow_abbrev=False)
     for command in (serve, fleet):
         _add_serve_flags(command, but=("fleet_endpoint",) if command is fleet else ())
-    add_fleet_flags(fleet.add_argument_group("fleet").add_argument)
+    _add_fleet_flags(fleet.add_argument_group("fleet").add_argument)
     return parser
 
 
@@ -77,6 +79,26 @@ def _add_flag(group: argparse._ArgumentGroup, field: msgspec.structs.FieldInfo, 
     shown = f" ({default:g})" if kind is float else f" ({default})" if default not in (None, "", ()) else ""
     reader = _comma_list if isinstance(default, tuple) else (get_args(kind) or (kind,))[0]
     group.add_argument(name, type=reader, default=default, choices=flag.choices or None, help=flag.text + shown)
+
+
+def _add_fleet_flags(add: Callable[..., Any]) -> None:
+    """Add the flags that ``fastdeploy serve`` does not have, with argparse's add_argument."""
+    defaults = FleetConfig(fleet_id="")
+    text = f"engines to start on this host, which share its cores and its free memory ({DEFAULT_REPLICAS})"
+    add("--replicas", type=int, metavar="N", help=text)
+    text = "an engine that runs elsewhere: address and URL of 'fastdeploy serve --fleet-endpoint'; repeatable"
+    add("--replica", action="append", metavar="tcp://HOST:PORT=URL", help=text)
+    ray = RayConfig(name="default", replicas=DEFAULT_REPLICAS)
+    text = "run the replicas on a Ray cluster: HOST:PORT of its head (the cluster of this host); needs a fleet key"
+    add("--ray", nargs="?", const=ray.address, metavar="ADDRESS", help=text)
+    text = "name of the fleet on Ray; the next gateway of this name finds its replicas (%(default)s)"
+    add("--name", default=ray.name, help=text)
+    add("--replica-cpus", type=float, default=ray.replica_cpus, help="cores of each replica on Ray (%(default)g)")
+    add("--keep-replicas", action="store_true", help="let the replicas on Ray run on when this command is stopped")
+    text = "a replica that has not answered for so long is cut off and started again (%(default)g)"
+    add("--fence-after-s", type=float, default=defaults.fence_after_s, help=text)
+    text = "a request whose replica was lost waits so long for another one (%(default)g)"
+    add("--failover-s", type=float, default=defaults.failover_s, help=text)
 
 
 def _comma_list(text: str) -> tuple[str, ...]:
@@ -124,6 +146,84 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
 def _without_flag(error: InvalidField) -> str:
     """Return the message, without the name of a setting that has a flag."""
     return error.message if error.field == FLEET_KEY else error.message.removeprefix(error.field + ": ")
+
+
+def fleet_config(args: argparse.Namespace, model_roots: tuple[str, ...]) -> FleetConfig:
+    """Return the checked settings of the gateways of one fleet. model_roots: of its engines. Raises InvalidField."""
+    given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
+    # On Ray, replicas may outlive the gateway and its parent; the next ones must be of the same fleet.
+    fleet_id = uuid.uuid4().hex if args.ray is None else _ray_config(args).namespace
+    config = FleetConfig(fleet_id=fleet_id, model_roots=model_roots, **given).check()
+    if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
+        raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
+    return config
+
+
+def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSpec | None:
+    """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
+    if not args.replica:
+        return None
+    if args.replicas is not None:
+        raise InvalidField("replica", "expected --replicas N for engines of this host, or --replica for others")
+    placements = [_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)]
+    for placement in placements:
+        require_fleet_key(placement.endpoint, fleet_key)
+    return StaticSpec(placements)
+
+
+def _ray_config(args: argparse.Namespace) -> RayConfig:
+    return RayConfig(
+        name=args.name,
+        replicas=DEFAULT_REPLICAS if args.replicas is None else args.replicas,
+        address=args.ray,
+        replica_cpus=args.replica_cpus,
+        keep_replicas=args.keep_replicas,
+        stop_s=args.shutdown_s / 4,
+    ).check()
+
+
+def ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+    """Return the replicas that Ray starts, for --ray. Raises InvalidField."""
+    if args.replica:
+        raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
+    ray = _ray_config(args)
+    import_ray()
+    if fleet_key is None:
+        text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
+        raise InvalidField("fleet_key_file", text)
+    # The replicas end within stop_s, and have no control port of their own.
+    own = msgspec.structs.replace(serve, control_port=None, shutdown_s=ray.stop_s)
+    return RaySpec(ray, ReplicaSpec(ReplicaConfig(engine, own), threads=max(int(ray.replica_cpus), 1)))
+
+
+def _placement(name: str, text: str) -> Placement:
+    endpoint, _, url = text.partition("=")
+    expected = f"expected tcp://HOST:PORT=http://HOST:PORT, got {text!r}"
+    try:
+        address, page = urlsplit(endpoint), urlsplit(url)
+        is_local = address.scheme == "ipc" and bool(address.path)
+        is_remote = address.scheme == "tcp" and bool(address.hostname and address.port)
+    except ValueError as error:  # such as a port that is no number
+        raise InvalidField("replica", expected) from error
+    if not (is_local or is_remote) or page.scheme not in ("http", "https") or not page.hostname:
+        raise InvalidField("replica", expected)
+    return Placement(name, endpoint, url.rstrip("/"), host_id() if is_local else str(address.hostname))
+
+
+def put_fleet_key(path: str | None, environment: MutableMapping[str, str]) -> None:
+    """Put the secret in the file ``path`` into ``environment``, where the processes that need it look. Raises
+    InvalidField, which does not show the content."""
+    if path is None:
+        return
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise InvalidField("fleet_key_file", f"expected the path of a file that holds the secret: {why}") from None
+    if not secret:
+        raise InvalidField("fleet_key_file", "expected a secret in the file, found nothing")
+    environment[FLEET_KEY] = secret
 
 
 def make_parent(

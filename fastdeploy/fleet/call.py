@@ -37,7 +37,7 @@ class FleetCall(Generic[A]):
     All calls of a gateway are sent to all members in one order. So a call that changes the state of the fleet does so
     when it is sent: that is the order in which the members see the calls.
 
-    order: number of the call. sources: replaces the source of ``args`` for replicas that cannot read it. errors:
+    sources: replaces the source of ``args`` for replicas that cannot read it. errors:
     refusals of the commands PREPARE and COMMIT. results: the last results, of replicas that accepted. All three are by
     the replica's name."""
 
@@ -49,7 +49,6 @@ class FleetCall(Generic[A]):
         self.config = context.config
         self.now = context.now
         self.in_quorum = context.in_quorum
-        self.order = 0
         self.sources: dict[str, Source] = {}
         self.errors: dict[str, FastDeployError] = {}
         self.results: dict[str, dict[str, Any]] = {}

@@ -132,11 +132,10 @@ class LoadCall(FleetCall[m.LoadAdapterArgs]):
 
     def message_to_commit(self, name: str) -> m.Args | None:
         if self._entry is None:
-            before = self.state.adapters.get(self.args.lora_name)
             assert self._fingerprint is not None, "a commit follows the preparation of all"
             epoch = self.state.next_adapter_epoch(self.args.lora_name)
-            self._entry = FleetAdapter(self.args, epoch, self._fingerprint, before)
-            self.state.adapters[self.args.lora_name] = self._entry
+            self._entry = FleetAdapter(self.args, epoch, self._fingerprint)
+            self.state.adapter_calls.place(self.args.lora_name, self._entry)
         return m.EndLoadArgs(self.args.lora_name, True, self._entry.epoch, self._prepared[name])
 
     def message_to_undo(self, name: str) -> m.Args | None:
@@ -165,24 +164,14 @@ class LoadCall(FleetCall[m.LoadAdapterArgs]):
 
     def on_success(self) -> dict[str, Any]:
         if self._entry is not None:
-            self._entry.before = None
+            self.state.adapter_calls.succeed(self.args.lora_name, self._entry)
         return super().on_success()
 
     def on_failure(self) -> None:
-        """Take the adapter back, but not its number: a replica that was fenced may have served with it. A later load
-        may have replaced it already, and must not bring it back."""
-        if (entry := self._entry) is None:
-            return
-        entry.failed = True
-        self.state.raise_past_adapter_epoch(entry.epoch)
-        if self.state.adapters.get(self.args.lora_name) is not entry:
-            return
-        before = entry.before
-        while before is not None and before.failed:
-            before = before.before
-        del self.state.adapters[self.args.lora_name]
-        if before is not None:
-            self.state.adapters[self.args.lora_name] = before
+        """Take the adapter back, but not its number: a replica that was fenced may have served with it."""
+        if self._entry is not None:
+            self.state.raise_past_adapter_epoch(self._entry.epoch)
+            self.state.adapter_calls.fail(self.args.lora_name, self._entry)
 
 
 class UnloadCall(FleetCall[m.UnloadAdapterArgs]):

@@ -26,7 +26,7 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.rebuild import SYSTEM, StateReport, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState
+from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState, OverlappingCalls
 from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
 
@@ -214,7 +214,7 @@ class Joiner:
         lost = FleetState(
             **started_with._asdict(),
             boot_id=self._new_boot_id(),
-            holds={**state.holds, (WHOLE_ENGINE, REPUBLISH): republish_hold()},
+            hold_calls=OverlappingCalls({**state.holds, (WHOLE_ENGINE, REPUBLISH): republish_hold()}),
         )
         state.replace(lost)
         self._lost_since = None

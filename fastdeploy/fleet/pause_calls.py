@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from fastdeploy.core.config import MAX_TTL_S
 from fastdeploy.core.errors import PauseInterrupted, PauseTimeout
 from fastdeploy.fleet.call import Context, FleetCall, bounded
-from fastdeploy.fleet.state import MODES, TTL_MARGIN_S, FleetHold, FleetState, stronger_terms
+from fastdeploy.fleet.state import MODES, TTL_MARGIN_S, FleetHold, FleetState, HoldKey, stronger_terms
 from fastdeploy.fleet.transaction import Command, Rule
 from fastdeploy.inter_communicator import messages as m
 
 T = TypeVar("T", m.PauseArgs, m.RenewArgs)
+R = TypeVar("R", bound=m.ResumeArgs | m.ResetArgs)
 RELEASED = (PauseTimeout, PauseInterrupted)  # after these errors of an engine, its hold does not stand
 
 
@@ -60,8 +61,8 @@ class PauseCall(FleetCall[m.PauseArgs]):
         terms = replace(self.args, ttl_s=None)
         if below is not None and terms.mode.lower() in MODES:
             terms = stronger_terms(terms, below.args)
-        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below, settled=False)
-        self.state.holds[self._key] = self._hold
+        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), settled=False)
+        self.state.hold_calls.place(self._key, self._hold)
 
     def messages_to_prepare(self, name: str) -> list[m.Args]:
         return [_for_engine(self.args)]
@@ -75,76 +76,65 @@ class PauseCall(FleetCall[m.PauseArgs]):
 
     def on_rollback(self) -> None:
         self._undone = True
-        hold, standing = self._hold, self.state.holds.get(self._key)
+        calls, hold, standing = self.state.hold_calls, self._hold, self.state.holds.get(self._key)
         ended = any(isinstance(error, RELEASED) for error in self.errors.values())
-        below = hold.below
-        while below is not None and below.refused:
-            below = below.below
-        placed = bool(self.results)
+        below = calls.before(self._key, hold)
         # A hold from before this call stays, if it was there for sure: then only its terms may differ.
-        uneven = ended or (placed and (below is None or not below.settled))
-        hold.refused = not placed and not ended
+        uneven = ended or hold.owed or (bool(self.results) and (below is None or not below.settled))
         if standing is not None and standing is not hold:
             standing.owed = standing.owed or uneven
-            return
-        self._releases = uneven or hold.owed
-        if self._releases:
-            self.state.release(lambda key, _: key == self._key)
-        if standing is None:  # a resume has released it, but not for sure
-            return
-        if self._releases or below is None:
-            self.state.holds.pop(self._key, None)
-        elif not placed:
-            self.state.holds[self._key] = below
+            calls.fail(self._key, hold)
+        elif uneven:
+            self._releases = True
+            calls.forget(self._key)
+        elif self.results:
+            self._settle()
+        else:
+            calls.fail(self._key, hold)
 
     def on_failure(self) -> None:
-        if not self._undone and self.state.holds.get(self._key) is self._hold:  # every member was lost
-            del self.state.holds[self._key]
+        if not self._undone:  # every member was lost
+            self.state.hold_calls.fail(self._key, self._hold)
 
     def on_success(self) -> dict[str, Any]:
-        self._hold.below, self._hold.settled = None, True
+        self._settle()
         report = super().on_success()
         _show_ttl(report["hold"], self.state, self.now)
         return report
 
+    def _settle(self) -> None:
+        self._hold.settled = True
+        self.state.hold_calls.succeed(self._key, self._hold)
 
-class ResumeCall(FleetCall[m.ResumeArgs]):
-    """Release holds. The order of sending decides which pause calls this one follows."""
+
+class _ReleaseCall(FleetCall[R]):
+    """A call that releases holds on all."""
 
     rule = Rule.AGREE
 
     def on_send(self) -> None:
-        self._released = {key: hold for key, hold in self.state.holds.items() if self._names(key, hold)}
-        for key in self._released:
-            del self.state.holds[key]
-        self.state.releasing.append(self._released)
+        self._removals = self.state.hold_calls.remove(self._matches)
+
+    def _matches(self, key: HoldKey, hold: FleetHold) -> bool:
+        """Return whether the call releases a hold."""
+        return hold.args.anonymous
 
     def on_success(self) -> dict[str, Any]:
-        self._end()
-        self.state.release(lambda key, hold: hold.order < self.order and self._names(key, hold))
+        for key, removal in self._removals.items():
+            self.state.hold_calls.succeed(key, removal)
         return super().on_success()
 
     def on_failure(self) -> None:
-        """Put the holds back, below those that later calls have placed."""
-        self._end()
-        for key, released in self._released.items():
-            hold: FleetHold | None = released
-            while hold is not None and hold.refused:
-                hold = hold.below
-            if hold is None:
-                continue
-            above = self.state.holds.setdefault(key, hold)
-            while above.below is not None and above.order > hold.order:
-                above = above.below
-            if above.order > hold.order and not above.settled:
-                above.below = hold
+        for key, removal in self._removals.items():
+            self.state.hold_calls.fail(key, removal)
 
-    def _names(self, key: tuple[str, str], hold: FleetHold) -> bool:
+
+class ResumeCall(_ReleaseCall[m.ResumeArgs]):
+    """Release holds. The order of sending decides which pause calls this one follows."""
+
+    def _matches(self, key: HoldKey, hold: FleetHold) -> bool:
         hold_id = self.args.hold_id
         return key[0] == self.args.scope and (hold.args.anonymous if hold_id is None else key[1] == hold_id)
-
-    def _end(self) -> None:
-        self.state.releasing = [holds for holds in self.state.releasing if holds is not self._released]
 
 
 class RenewCall(FleetCall[m.RenewArgs]):
@@ -178,19 +168,16 @@ class PauseStatusCall(FleetCall[m.PauseStatusArgs]):
         return report
 
 
-class ResetCall(FleetCall[m.ResetArgs]):
+class ResetCall(_ReleaseCall[m.ResetArgs]):
     """Reset all. Anonymous holds and the open sessions end, and no adapter is left."""
 
-    rule = Rule.AGREE
-
     def on_send(self) -> None:
-        self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+        super().on_send()
         for name in list(self.state.adapters):
             self.state.unload(name)
         self._sessions = [session for session in self.state.weight_sessions.values() if session.open]
 
     def on_success(self) -> dict[str, Any]:
-        self.state.release(lambda key, hold: hold.order < self.order and hold.args.anonymous)
         report = super().on_success()
         report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
         for session in self._sessions:

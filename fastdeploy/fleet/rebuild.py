@@ -17,7 +17,15 @@ from typing import Any
 
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.state import REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetHold, FleetState, stronger_terms
+from fastdeploy.fleet.state import (
+    REPUBLISH,
+    TTL_MARGIN_S,
+    FleetAdapter,
+    FleetHold,
+    FleetState,
+    OverlappingCalls,
+    stronger_terms,
+)
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
 
 StateReport = Mapping[str, Any]  # an answer to FleetStateArgs
@@ -70,8 +78,8 @@ def rebuild(fleet: str, reports: Sequence[StateReport], now: float) -> FleetStat
     adapters = _adapters(current)
     return FleetState(
         **CommittedState.of(serving)._asdict(),
-        holds=holds,
-        adapters=adapters,
+        hold_calls=OverlappingCalls(holds),
+        adapter_calls=OverlappingCalls(adapters),
         past_adapter_epoch=_past_adapter_epoch(reports, adapters),
         boot_id=fleet,
         asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in current)))),

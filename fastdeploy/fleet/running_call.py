@@ -65,8 +65,6 @@ class RunningCall:
     def start(self) -> None:
         """Send the call to all replicas, without a break."""
         call = self._call
-        call.state.order += 1
-        call.order = call.state.order
         if call.rule is not Rule.READ:
             call.state.changing += 1
             call.state.revision += 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -16,25 +16,79 @@ from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterA
 MAX_REMEMBERED_SESSIONS = 64
 TTL_MARGIN_S = 30.0  # engines end a hold by themselves so long after the gateway, in case the gateway is gone
 MODES = ("wait", "keep", "abort")  # in order of strength
+HoldKey = tuple[str, str]  # the scope of a hold, and its id
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 REPUBLISH = "republish"  # hold of a fleet that has lost its weights, until weights are published
+
+
+class Removal:
+    """A call that removes something."""
+
+
+class OverlappingCalls(Generic[Key, Value]):
+    """The calls that place or remove things of the fleet, by the key of the thing, in the order in which they are sent.
+    Calls may overlap, and all members see them in this order. So a thing is there if the last call has placed it. A
+    call that fails leaves the list; one that succeeds drops the calls before it, which do not matter any more.
+
+    standing: the things that are there, as their last call has placed them."""
+
+    def __init__(self, standing: Mapping[Key, Value] | None = None):
+        self._calls: dict[Key, list[Value | Removal]] = {key: [value] for key, value in (standing or {}).items()}
+
+    @property
+    def standing(self) -> dict[Key, Value]:
+        return {key: calls[-1] for key, calls in self._calls.items() if not isinstance(calls[-1], Removal)}
+
+    def place(self, key: Key, value: Value) -> None:
+        """Add a call that places a thing."""
+        self._calls.setdefault(key, []).append(value)
+
+    def remove(self, matches: Callable[[Key, Value], bool]) -> dict[Key, Removal]:
+        """Add a call that removes the things which match, also those that another call is removing. Return it, by the
+        keys of these things."""
+        placed = {key: [v for v in calls if not isinstance(v, Removal)] for key, calls in self._calls.items()}
+        removals = {key: Removal() for key, values in placed.items() if values and matches(key, values[-1])}
+        for key, removal in removals.items():
+            self._calls[key].append(removal)
+        return removals
+
+    def before(self, key: Key, value: Value) -> Value | None:
+        """Return what would be there if ``value`` had not been placed."""
+        calls = self._calls.get(key, [])
+        last = calls[calls.index(value) - 1] if value in calls[1:] else None
+        return None if isinstance(last, Removal) else last
+
+    def succeed(self, key: Key, call: Value | Removal) -> None:
+        """Drop the calls before one that has succeeded. A removal is dropped, too."""
+        calls = self._calls.get(key, [])
+        if call in calls:
+            del calls[: calls.index(call)]
+        if isinstance(call, Removal):
+            self.fail(key, call)
+
+    def fail(self, key: Key, call: Value | Removal) -> None:
+        """Drop a call that has changed nothing."""
+        calls = self._calls.get(key, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                self.forget(key)
+
+    def forget(self, key: Key) -> None:
+        """Drop all calls on a thing: no member has it any more."""
+        self._calls.pop(key, None)
 
 
 @dataclass(eq=False)
 class FleetHold:
-    """A hold that stands on all members. args: with the hold's id, also for an anonymous hold, and without a ttl.
-    expires_at: on the event loop's clock, when the gateway releases it; None = never.
-
-    The other fields serve pause calls that overlap. order: of the call that placed this hold last. below: the hold
-    before that call, until the call has succeeded. settled: the call has succeeded, so the hold stands on all members.
-    refused: the call did not place anything. owed: an earlier call on this hold failed, and left its release to this
-    one."""
+    """A hold, as one pause call has placed it. args: with the hold's id, also for an anonymous hold, and without a ttl.
+    expires_at: on the event loop's clock, when the gateway releases it; None = never. settled: it stands on all members
+    for sure. owed: an earlier call on this hold failed, and left its release to this one."""
 
     args: PauseArgs
     expires_at: float | None = None
-    order: int = 0
-    below: FleetHold | None = None
     settled: bool = True
-    refused: bool = False
     owed: bool = False
 
 
@@ -69,14 +123,11 @@ class WeightSession:
 @dataclass(eq=False)
 class FleetAdapter:
     """An adapter that all members have. args: of the load, whose source may be gone or have other tensors now. epoch:
-    the adapter epoch that serves. fingerprint: see AdapterInfo (core/runner.py). before: the adapter that comes back if
-    the load fails; None once it has ended. failed: the load has failed."""
+    the adapter epoch that serves. fingerprint: see AdapterInfo (core/runner.py)."""
 
     args: LoadAdapterArgs
     epoch: int
     fingerprint: str
-    before: FleetAdapter | None = None
-    failed: bool = False
 
 
 @dataclass
@@ -85,13 +136,12 @@ class FleetState:
     from the replicas when a gateway starts.
 
     weight_epoch, version, fingerprint, eos_token_ids: see ``committed``. source: the last whole source of the weights
-    that serve, which may be gone. holds: by (scope, id). adapters: by name. past_adapter_epoch: the highest number of
-    an adapter that is gone, or of a load that failed. asleep: tags.
+    that serve, which may be gone. past_adapter_epoch: the highest number of an adapter that is gone, or of a load that
+    failed. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
     last_epoch: the highest number that any commit has tried to use. weight_sessions: by fleet id, the ended ones too.
-    order: counts the calls that were sent. changes: counts the commands of calls that change the fleet. num_anonymous:
-    counts anonymous holds. boot_id: of the fleet; another one means that its weights were lost. releasing: holds that
-    each running resume has taken out of ``holds``. They come back if all members refuse the resume.
+    changes: counts the commands of calls that change the fleet. num_anonymous: counts anonymous holds. boot_id: of the
+    fleet; another one means that its weights were lost.
     """
 
     weight_epoch: int = 0
@@ -99,26 +149,33 @@ class FleetState:
     fingerprint: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     source: Source | None = None
-    holds: dict[tuple[str, str], FleetHold] = field(default_factory=dict)
-    adapters: dict[str, FleetAdapter] = field(default_factory=dict)
+    hold_calls: OverlappingCalls[HoldKey, FleetHold] = field(default_factory=OverlappingCalls)
+    adapter_calls: OverlappingCalls[str, FleetAdapter] = field(default_factory=OverlappingCalls)
     past_adapter_epoch: int = 0
     asleep: tuple[str, ...] = ()
     revision: int = 0
     changing: int = 0
     last_epoch: int = 0
     weight_sessions: dict[str, WeightSession] = field(default_factory=dict)
-    order: int = 0
     changes: int = 0
     num_anonymous: int = 0
     boot_id: str = ""
-    releasing: list[dict[tuple[str, str], FleetHold]] = field(default_factory=list)
-
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("revision", "changing") and "_changed" in self.__dict__:
             self._changed.set()
+
+    @property
+    def holds(self) -> dict[HoldKey, FleetHold]:
+        """The holds that stand."""
+        return self.hold_calls.standing
+
+    @property
+    def adapters(self) -> dict[str, FleetAdapter]:
+        """The adapters that are loaded, by name."""
+        return self.adapter_calls.standing
 
     @property
     def committed(self) -> CommittedState:
@@ -139,24 +196,12 @@ class FleetState:
     def replace(self, other: FleetState) -> None:
         """Take over the content of ``other``, in a new revision."""
         self.committed = other.committed
-        self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
-        self.asleep, self.boot_id, self.releasing = other.asleep, other.boot_id, []
+        self.source, self.hold_calls, self.adapter_calls = other.source, other.hold_calls, other.adapter_calls
+        self.asleep, self.boot_id = other.asleep, other.boot_id
         self.raise_past_adapter_epoch(other.past_adapter_epoch)
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
-
-    def release(self, matches: Callable[[tuple[str, str], FleetHold], bool]) -> None:
-        """Forget the holds that match, which all members have released. They do not come back if another call fails."""
-        for holds in (self.holds, *self.releasing):
-            for key, hold in list(holds.items()):
-                if matches(key, hold):
-                    del holds[key]
-                above: FleetHold | None = hold
-                while above is not None:
-                    if above.below is not None and matches(key, above.below):
-                        above.below = None
-                    above = above.below
 
     def end_weight_sessions(self) -> None:
         """Give up all open sessions, when another gateway leads."""
@@ -180,7 +225,8 @@ class FleetState:
 
     def unload(self, name: str) -> None:
         """Forget the adapter of this name, if there is one. All members have unloaded it."""
-        if (entry := self.adapters.pop(name, None)) is not None:
+        if (entry := self.adapters.get(name)) is not None:
+            self.adapter_calls.forget(name)
             self.raise_past_adapter_epoch(entry.epoch)
 
     def open_weight_session(self, session: WeightSession) -> None:

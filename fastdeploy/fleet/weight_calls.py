@@ -217,7 +217,7 @@ class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
         state.committed = CommittedState.of(report)
         state.last_epoch = max(state.last_epoch, state.weight_epoch)
         state.source = self.whole_source()
-        state.release(lambda key, _: key == (WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
+        state.hold_calls.forget((WHOLE_ENGINE, REPUBLISH))  # each engine has released it at the commit
         if session is not None:
             state.close_weight_session(session)
         return report

@@ -14,8 +14,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, main, make_parser
-from fastdeploy.entrypoints.fleet_flags import launcher_spec
+from fastdeploy.entrypoints.cli import configs, launcher_spec, main, make_parser
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 

@@ -23,7 +23,7 @@ from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.pause_calls import PauseCall
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import FleetAdapter, FleetHold, FleetState
+from fastdeploy.fleet.state import FleetAdapter, FleetHold, FleetState, OverlappingCalls
 from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
 from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
@@ -46,9 +46,6 @@ class SimulatedCall:
         self._rolled_back = False
 
     def start(self) -> None:
-        state = self.fleet_call.state
-        state.order += 1
-        self.fleet_call.order = state.order
         self.fleet_call.on_send()
         self.act(self.transaction.start())
 
@@ -338,11 +335,12 @@ class SimulatedFleet:
             holds = set().union(*(replica.holds for replica in known))
             first = best[0]
             state.committed, state.asleep = first.committed, tuple(first.asleep)
-            state.holds = {("engine", hold): FleetHold(self._hold(hold)) for hold in holds}
-            state.adapters = {
+            state.hold_calls = OverlappingCalls({("engine", hold): FleetHold(self._hold(hold)) for hold in holds})
+            adapters = {
                 name: FleetAdapter(m.LoadAdapterArgs(name, SOURCE), *adapter)
                 for name, adapter in first.adapters.items()
             }
+            state.adapter_calls = OverlappingCalls(adapters)
             for replica in best:
                 replica.holds = set(holds)
                 replica.session, replica.loads = None, {}

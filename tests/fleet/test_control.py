@@ -10,6 +10,7 @@ import pytest
 from fastdeploy.core.errors import (
     EngineDead,
     FleetCallFailed,
+    InvalidField,
     NotLeader,
     PauseBlocked,
     PauseInterrupted,
@@ -20,6 +21,10 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet import running_call
+from fastdeploy.fleet.call import Context
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.pause_calls import PauseCall
+from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transaction import Command, Vote
 from fastdeploy.inter_communicator import messages as m
 from fleet.control_stack import control_stack, holds, served, spoil, statuses, update
@@ -212,7 +217,7 @@ async def test_every_step_of_a_call_has_one_number_on_all_members():
             await replica.client.call(m.LeadArgs("fleet-1", "me", 3, 30.0))
         for args, number in ((m.PauseArgs("keep"), 1), (m.PauseStatusArgs(), 1), (update(1), 3)):
             await stack.control.call(args)
-            changes = stack.in_engines(lambda engine: engine.leadership.last_change)
+            changes = stack.in_engines(lambda engine: engine.gateway_lease.last_change)
             assert changes == {"r0": (3, number), "r1": (3, number)}
 
 
@@ -232,7 +237,7 @@ async def test_a_gateway_whose_replicas_another_one_leads_fences_nobody():
             other = await replica.client.call(m.LeadArgs("fleet-1", "other", 1, 30.0))
             assert other["term"] == 1
         for fake in stack.engines:
-            fake.engine.leadership.gateway = "another connection"
+            fake.engine.gateway_lease.gateway = "another connection"
         with pytest.raises(NotLeader):
             await stack.control.call(m.PauseArgs("keep"))
         with pytest.raises(NotLeader):
@@ -262,3 +267,30 @@ async def test_a_resume_that_all_replicas_refuse_leaves_the_hold_with_the_fleet(
             await stack.control.call(m.ResumeArgs("h"))
         assert holds(stack) == {"r0": ["h"], "r1": ["h"]}
         assert set(stack.control.state.holds) == {("engine", "h")} and not stack.fenced
+
+
+def paused(state: FleetState, *names: str) -> PauseCall:
+    """Return a pause call on the hold "h" that was sent. names: replicas that have accepted it."""
+    call = PauseCall(m.PauseArgs("keep", hold_id="h"), Context(state, FleetConfig(fleet_id="fleet-1"), 0.0))
+    call.on_send()
+    call.results, call.errors = dict.fromkeys(names, {}), {"r1": PauseBlocked("not now")}
+    return call
+
+
+def test_the_last_of_several_pauses_that_fail_releases_what_the_first_one_left_behind():
+    state = FleetState()
+    first, second = paused(state, "r0"), paused(state)
+    first.on_rollback()
+    third = paused(state)
+    second.on_rollback()
+    third.on_rollback()
+    assert third.message_to_undo("r0") == m.ResumeArgs("h") and state.holds == {}
+    assert first.message_to_undo("r0") is None and second.message_to_undo("r0") is None
+
+
+async def test_a_reset_that_all_members_refuse_keeps_their_holds():
+    async with control_stack() as stack:
+        name = (await stack.control.call(m.PauseArgs("keep")))["hold"]["id"]
+        with pytest.raises(InvalidField):
+            await stack.control.call(m.ResetArgs(version=""))
+        assert holds(stack) == {"r0": [name], "r1": [name]} and set(stack.control.state.holds) == {("engine", name)}

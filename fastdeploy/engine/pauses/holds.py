@@ -48,6 +48,8 @@ class ReleaseReason(Enum):
 
 
 class PausePhase(Enum):
+    """The states of a scope's pause, see TRANSITIONS."""
+
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"

@@ -92,6 +92,7 @@ class RequestLifecycle:
         clock: Callable[[], float],
     ):
         self._scheduler = scheduler
+        self._kv = scheduler.kv
         self._delivery = delivery
         self._retention = retention
         self._metrics = metrics
@@ -243,7 +244,7 @@ class RequestLifecycle:
         if args.running:
             self._scheduler.drop_kv(scope)
         else:
-            self._scheduler.kv.forget_prefixes()
+            self._kv.forget_prefixes()
         return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
     # ------------------------------------------------------------------ for pauses

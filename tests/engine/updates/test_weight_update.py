@@ -197,7 +197,7 @@ def test_spans_say_recomputed_if_kv_was_lost_before_the_commit_and_rebuilt_after
 def test_an_engine_that_lost_a_commit_is_held_until_the_next_commit():
     commits = []
     h = Harness(lost_commit=True)
-    h.engine._parts.switch._on_commit = commits.append
+    h.engine._switch._on_commit = commits.append
     h.add("r", [1, 2], max_tokens=3)
     h.run_rounds(3)
     assert h.status()["is_paused"] and h.status()["holds"][0]["id"] == "republish"
