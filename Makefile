@@ -96,7 +96,7 @@ search: $(VENV)/.test ops
 soak: $(VENV)/.runtime ops
 	$(BIN)/python acceptance/soak.py $(ARGS)
 
-# Pauses of a fleet while its replicas are harmed; ARGS="--pauses 100 --seed 1" for less, "--scale 1 8 32 256" for size.
+# Pauses of a fleet while its replicas are harmed; ARGS="--pauses 100 --seed 1" for less.
 fleet-chaos: $(VENV)/.runtime
 	$(BIN)/python acceptance/fleet_chaos.py $(ARGS)
 

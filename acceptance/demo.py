@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from acceptance.lib.pause_report import show_checks, show_outcome
 from acceptance.lib.progress import progress
 from acceptance.lib.scenarios import Acceptance, Options, allow_files
-from acceptance.lib.spans import judge_update
-from acceptance.lib.verdicts import Check
+from acceptance.lib.verdicts import Check, check_update
 from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import Native
 from benchmarks.lib.processes import ServerProcess
@@ -131,7 +130,7 @@ class Demo:
         self.printer.say(f"update: {report.get('status')}, timings in ms {report.get('timings_ms')}, folder deleted")
         after = await (await self._open(0, 32, "after")).wait_closed()
         logs = [await stream.wait_closed() for stream in live]
-        checks = [refused, *judge_update(logs, undisturbed, after, VERSION, count)]
+        checks = [refused, *check_update(logs, undisturbed, after, VERSION, count)]
         self.checks += checks
         self._show(checks)
 
@@ -158,7 +157,7 @@ def break_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
-def judge_stop(server: ServerProcess) -> list[Check]:
+def check_stop(server: ServerProcess) -> list[Check]:
     """Stop the server by Ctrl-C; check its exit code and time, and that no process or socket file is left."""
     code, took = server.stop(STOP_S)
     left = server.left_over()
@@ -180,7 +179,7 @@ def run(waiting: int, printer: Printer) -> int:
         try:
             demo = Demo(server, Path(name), waiting, printer)
             asyncio.run(demo.run())
-            stopped = judge_stop(server)
+            stopped = check_stop(server)
             show_checks(printer, stopped)
         finally:
             server.kill()

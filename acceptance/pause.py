@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,10 +44,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--before", type=int, default=50, help="tokens each running stream has when the pause comes")
     add("--after", type=int, default=20, help="tokens to see after a keep is resumed")
     add("--wait-tokens", type=int, default=64, help="max_tokens in mode wait")
-    add("--freeze", type=float, default=2.0, metavar="S", help="how long keep stays paused")
+    add("--freeze", type=float, default=2.0, metavar="S", dest="freeze_s", help="how long keep stays paused")
     add("--waiting", type=int, default=0, metavar="N", help="also abort and keep with N requests waiting, e.g. 5000")
-    add("--timeout", type=float, default=60.0, metavar="S", help="timeout_s of the pauses")
-    add("--load-timeout", type=float, default=300.0, metavar="S", help="bound on every wait for the server")
+    add("--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="timeout_s of the pauses")
+    add(
+        "--load-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        dest="load_timeout_s",
+        help="bound on every wait for the server",
+    )
     add("--max-pause-steps", type=float, metavar="N", help="fail if an abort or keep takes more steps")
     add("--seed", type=int, default=0)
     json_flag(parser)
@@ -75,24 +82,11 @@ async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
     room = args.max_tokens if length is None else min(args.max_tokens, length - args.prompt_tokens)
     if room <= args.before + args.after or args.wait_tokens > room:
         raise ServerError(f"{model} has a length of {length}: no room for {args.prompt_tokens} tokens and the answers")
-    return Options(
-        model=model,
-        streams=streams,
-        running=running,
-        prompt_tokens=args.prompt_tokens,
-        max_tokens=room,
-        before=args.before,
-        after=args.after,
-        wait_tokens=args.wait_tokens,
-        freeze_s=args.freeze,
-        waiting=args.waiting,
-        timeout_s=args.timeout,
-        load_timeout_s=args.load_timeout,
-        seed=args.seed,
-    )
+    chosen = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return Options(**chosen | {"model": model, "streams": streams, "running": running, "max_tokens": room})
 
 
-def judge_speed(outcome: Outcome, most: float | None) -> list[Check]:
+def check_speed(outcome: Outcome, most: float | None) -> list[Check]:
     if most is None:
         return []
     return [
@@ -133,7 +127,7 @@ async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
         for (name, url), mine in zip(servers, outcomes, strict=True):
             mine.append(await measure_server(DIALECTS[name](Client(url)), url, args, printer))
     for outcome in outcomes[0]:
-        speed = judge_speed(outcome, args.max_pause_steps)
+        speed = check_speed(outcome, args.max_pause_steps)
         outcome.checks += speed
         show_checks(printer, speed)
     reports = [report(name, url, mine, printer) for (name, url), mine in zip(servers, outcomes, strict=True)]

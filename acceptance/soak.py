@@ -17,6 +17,7 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--audit-every", type=int, default=10, metavar="CYCLES")
     parser.add_argument("--in-flight", type=int, default=12, help="rollouts at once")
-    parser.add_argument("--no-kills", action="store_true", help="kill no process: shows the memory of long-lived ones")
+    no_kills = "kill no process: shows the memory of long-lived ones"
+    parser.add_argument("--no-kills", action="store_false", dest="kills", help=no_kills)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the Markdown tables of a report, and end")
     return parser.parse_args(argv)
@@ -76,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.report is not None:
         say(figures(json.loads(args.report.read_text())))
         return 0
-    options = Options(args.cycles, args.minutes, args.seed, args.audit_every, args.in_flight, not args.no_kills)
+    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
     folder = Path(tempfile.mkdtemp(prefix="fd-soak-"))
     report = asyncio.run(Soak(options, folder, say).run()) | {"machine": machine()}
     if args.out is not None:
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"BROKEN: {problem}")
     say(f"the files of this run: {folder}")
     again = f"--cycles {args.cycles} --audit-every {args.audit_every} --in-flight {args.in_flight}"
-    again += " --no-kills" * args.no_kills
+    again += " --no-kills" * (not args.kills)
     say(f"to repeat it: python acceptance/soak.py --seed {args.seed} {again}")
     return 1
 

@@ -1,5 +1,4 @@
 """Measure a step's host time, without the model: ``python -m benchmarks.host_time [--running 256 --waiting 5000]``.
-``--trace`` measures instead what a trace (``fastdeploy serve --trace``) costs: with and without it, twice in turns.
 
 The real loop, scheduler, model runner and unix socket run with a model that returns at once. Another process receives
 the outputs. A part's time excludes the parts that it calls, so the rows add up to the step.
@@ -8,11 +7,9 @@ the outputs. A part's time excludes the parts that it calls, so the rows add up 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -30,7 +27,6 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.views.trace_file import tracing
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
@@ -164,14 +160,11 @@ def watch(engine: CommonEngine) -> Stopwatch:
     return clock
 
 
-def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> list[Row]:
+def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
     """Measure ``steps`` steps of an engine with ``running`` sequences in the batch and ``waiting`` in the queue."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/engine"
         engine = make_engine(args.running, waiting, args.context, args.steps, endpoint)
-        path = f"{folder}/trace.json" if traced else ""
-        metrics, num_blocks = engine.metrics, engine.info.num_blocks
-        stack.enter_context(tracing(path, 1 << 12, engine.events, "boot", num_blocks, metrics.trace_dropped.inc))
         connected = SPAWN.Event()
         other = SPAWN.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
         other.start()
@@ -192,11 +185,6 @@ def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> lis
                 if step >= WARMUP:
                     laps.append(lap)
             assert len(running) == args.running and len(engine.scheduler.waiting) == waiting
-            if traced:
-                missing = metrics.registry.get_sample_value("fastdeploy:trace_events_dropped_total")
-                print(
-                    f"{os.path.getsize(path) / 1000:.0f} kB of trace; {missing:.0f} events are missing", file=sys.stderr
-                )
         finally:
             other.kill()
             other.join()
@@ -235,13 +223,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--trace", action="store_true", help="measure the cost of a trace")
     args = parser.parse_args()
-    if args.trace:
-        names = ("no trace", "trace", "no trace again", "trace again")
-        tables = {name: measure(args, 0, name.startswith("trace")) for name in names}
-    else:
-        tables = {str(waiting): measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
+    tables = {str(waiting): measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
     if args.json:
         print(json.dumps({name: [row._asdict() for row in rows] for name, rows in tables.items()}))
         return

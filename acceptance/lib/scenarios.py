@@ -26,7 +26,7 @@ FREEZE_STEPS = verdicts.MIN_FREEZE_STEPS + 2
 # Tokens of each running stream between the last request sent and the pause, for the measurement of the step time.
 SETTLE = 12
 SETTLE_S = 0.2
-JUDGES = {"abort": verdicts.judge_abort, "keep": verdicts.judge_keep, "wait": verdicts.judge_wait}
+CHECKS_OF_MODE = {"abort": verdicts.check_abort, "keep": verdicts.check_keep, "wait": verdicts.check_wait}
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Acceptance:
             for name, mode, streams in scenarios:
                 run = await self._scenario(name, mode, streams)
                 outcome.runs.append(run)
-                self._add(JUDGES[mode](run, rejects=self.dialect.rejects))
+                self._add(CHECKS_OF_MODE[mode](run, rejects=self.dialect.rejects))
             self._add(await self._compare())
             self._say(f"after: {NEW_REQUESTS} new requests")
             indices = range(100_000, 100_000 + NEW_REQUESTS)
             fresh = await self._complete([NEW_REQUEST_TOKENS] * NEW_REQUESTS, indices, "new")
             await self._clear()
             after = await self._idle_gauges(must=False)
-            self._add(verdicts.judge_after(fresh, NEW_REQUEST_TOKENS, NEW_REQUESTS, start, after))
+            self._add(verdicts.check_after(fresh, NEW_REQUEST_TOKENS, NEW_REQUESTS, start, after))
         finally:
             for stream in self._live:
                 stream.cancel()
@@ -230,7 +230,7 @@ class Acceptance:
         whole = await self._complete(list(longest.values()), list(longest), "reference")
         reference = dict(zip(longest, whole, strict=True))
         return [
-            verdicts.judge_texts(run.scenario, [(log, reference[i]) for i, log in logs])
+            verdicts.check_texts(run.scenario, [(log, reference[i]) for i, log in logs])
             for run, logs in zip(runs, interrupted, strict=True)
         ]
 

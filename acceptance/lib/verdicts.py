@@ -1,13 +1,14 @@
-"""Checks of a pause's promises on recorded timelines. No I/O, so that tests can check made-up timelines."""
+"""Checks of pauses and updates on recorded timelines. No I/O, so that tests can check made-up timelines."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.lib.dialect import Gauges
-from benchmarks.lib.timeline import StreamLog, is_prefix, median_step
+from benchmarks.lib.timeline import StreamLog, gaps, is_prefix, median_step, uncovered
 
 # A token may arrive this long after the reply to the pause, since it comes over another socket.
 DELIVERY_GRACE_S = 0.05
@@ -87,7 +88,7 @@ class PauseRun:
         return max(ends) - self.called_at
 
 
-def judge_common(run: PauseRun) -> list[Check]:
+def check_common(run: PauseRun) -> list[Check]:
     """Check the promises of all modes: the load was the intended one, and each stream ended exactly once."""
     early = [log.request_id for log in run.streams if log.finals and log.finals[0][0] <= run.called_at]
     waiting = len(run.streams) - run.running
@@ -108,7 +109,7 @@ def judge_common(run: PauseRun) -> list[Check]:
     ]
 
 
-def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
+def check_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
     partial = [log.num_tokens for log in run.started]
     whole = all(log.reason == "abort" and 0 < log.num_tokens < run.complete_tokens for log in run.started)
     counts = f"{len(partial)} streams, {min(partial)} to {max(partial)} tokens each" if partial else "none"
@@ -119,7 +120,7 @@ def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
     queued = len(run.streams) - run.running
     same = None if run.before.free_blocks is None else run.before.free_blocks == run.paused.free_blocks
     return [
-        *judge_common(run),
+        *check_common(run),
         run.check("running streams return partial tokens, reason abort", counts, bool(partial) and whole),
         run.check("waiting streams return 0 tokens and no text, reason abort", returned, len(right) == queued),
         run.check("KV blocks free: before the load = while paused", _blocks(run.before, run.paused), same),
@@ -128,7 +129,7 @@ def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
     ]
 
 
-def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
+def check_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
     """Check mode keep: the client sees only a gap, as long as the pause."""
     frozen_s, start = run.resume_called_at - run.replied_at, run.replied_at + DELIVERY_GRACE_S
     enough = run.step_s > 0 and frozen_s >= MIN_FREEZE_STEPS * run.step_s + DELIVERY_GRACE_S
@@ -145,7 +146,7 @@ def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
     held_all = bool(run.probes) and len(held) == len(run.probes) and not refused
     held_seen = f"{len(held)} of {len(run.probes)} held, {len(refused)} refused"
     return [
-        *judge_common(run),
+        *check_common(run),
         run.check(f"not vacuous: frozen for at least {MIN_FREEZE_STEPS} steps", f"{frozen_s:.3f} s frozen", enough),
         run.check("no token in the gap", f"{late} tokens", late == 0),
         run.check("nothing is returned while kept", f"{finals} final chunks", finals == 0),
@@ -154,7 +155,7 @@ def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
     ]
 
 
-def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
+def check_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
     total, limit = run.complete_tokens, run.replied_at + DELIVERY_GRACE_S
 
     def is_whole(log: StreamLog) -> bool:
@@ -165,7 +166,7 @@ def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
     promise = f"running streams end by themselves, {total} tokens, before the reply"
     queued = "waiting streams stay queued with 0 tokens and complete after the resume"
     return [
-        *judge_common(run),
+        *check_common(run),
         run.check(promise, f"{len(ended)} of {len(run.started)}", len(ended) == run.running),
         run.check(queued, f"{len(done)} of {len(run.waiting)}", len(done) == len(run.streams) - run.running),
         _refusal_check(run, rejects),
@@ -173,7 +174,7 @@ def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
     ]
 
 
-def judge_texts(scenario: str, pairs: Sequence[tuple[StreamLog, StreamLog]]) -> Check:
+def check_texts(scenario: str, pairs: Sequence[tuple[StreamLog, StreamLog]]) -> Check:
     """Compare the tokens and the text of interrupted streams with an undisturbed run of the same prompts.
 
     Also fails if half of the streams or more repeat one token, since equal texts prove nothing then. pairs: each
@@ -193,7 +194,7 @@ def judge_texts(scenario: str, pairs: Sequence[tuple[StreamLog, StreamLog]]) -> 
     )
 
 
-def judge_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Gauges, after: Gauges) -> list[Check]:
+def check_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Gauges, after: Gauges) -> list[Check]:
     done = [log for log in fresh if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
     blocks = None if before.free_blocks is None else before.free_blocks == after.free_blocks
     complete = f"resume and {wanted} new requests complete"
@@ -256,3 +257,77 @@ def _blocks(before: Gauges, after: Gauges) -> str:
 def _idle_check(scenario: str, promise: str, gauges: Gauges) -> Check:
     seen = f"{gauges.running} running, {gauges.waiting} waiting"
     return Check(scenario, promise, seen, gauges.running == gauges.waiting == 0)
+
+
+# ---------------------------------------------------------------------- an update under live streams
+
+
+class VersionSpan(NamedTuple):
+    """Output tokens [start, end) were sampled by the weights (version, weight_epoch)."""
+
+    version: str
+    weight_epoch: int
+    start: int
+    end: int
+
+
+class BadSpans(Exception):
+    """A token of the stream is in no span, or in two."""
+
+
+def version_spans(log: StreamLog) -> list[VersionSpan]:
+    """Return the spans of all chunks; adjacent spans of the same weights are joined. Raises BadSpans."""
+    all_spans = [
+        VersionSpan(str(raw["version"]), raw["weight_epoch"], raw["start"], raw["end"])
+        for event in log.tokens
+        for raw in event.weight_versions
+    ]
+    if fault := uncovered([(span.start, span.end) for span in all_spans], log.num_tokens):
+        raise BadSpans(f"{log.request_id}: {fault}")
+    spans: list[VersionSpan] = []
+    for span in all_spans:
+        if spans and spans[-1][:2] == span[:2]:
+            spans[-1] = spans[-1]._replace(end=span.end)
+        else:
+            spans.append(span)
+    return spans
+
+
+def check_update(
+    logs: Sequence[StreamLog], undisturbed: Sequence[StreamLog], after: StreamLog, version: str, tokens: int
+) -> list[Check]:
+    """Check streams during which the weights were updated to ``version``. undisturbed: the same prompts under the old
+    weights, in the same order. after: a request sent after the update was answered."""
+    scenario = "update under live streams"
+    whole = [log for log in logs if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
+    switches: list[int] = []
+    same: list[StreamLog] = []
+    problems: list[str] = []
+    for log, old in zip(logs, undisturbed, strict=True):
+        try:
+            spans = version_spans(log)
+        except BadSpans as bad:
+            problems.append(str(bad))
+            continue
+        if len(spans) == 2 and spans[1].version == version and spans[0].weight_epoch < spans[1].weight_epoch:
+            switches.append(spans[1].start)
+            if is_prefix(log.token_ids[: spans[1].start], old.token_ids):
+                same.append(log)
+    try:
+        fresh = version_spans(after)
+    except BadSpans as bad:
+        fresh, problems = [], [*problems, str(bad)]
+    where = f", at token {min(switches)} to {max(switches)}" if switches else ""
+    trouble = f"; {problems[0]}" if problems else ""
+    longest = max((gap for log in logs for gap in gaps(log)), default=0.0)
+    labels = ", ".join(f"{span.version} for {span.end - span.start} tokens" for span in fresh) or "no label"
+    checks = [
+        Check(scenario, promise, f"{len(right)} of {len(logs)}{more}", 0 < len(right) == len(logs))
+        for promise, right, more in (
+            ("streams go on and complete", whole, f", {tokens} tokens each, longest gap {longest * 1000:.0f} ms"),
+            ("each token is labelled, and the label switches at one token", switches, f" streams{where}{trouble}"),
+            ("up to the switch the tokens are those of the old weights", same, " streams"),
+        )
+    ]
+    new = "a request sent afterwards is made by the new weights alone"
+    return [*checks, Check(scenario, new, labels, len(fresh) == 1 and fresh[0].version == version)]

@@ -133,7 +133,7 @@ class RequestTimeout(RequestError, code="request_timeout", status=408):
 
 
 class HeadersTooLarge(RequestError, code="headers_too_large", status=431):
-    """The headers are larger than --max-header-kb."""
+    """The headers are larger than 256 KiB."""
 
 
 class ServerBusy(RequestError, code="server_busy", status=429):

@@ -27,7 +27,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.engine.field_checks import check_label
 from fastdeploy.engine.handlers import handlers_of, handles
 from fastdeploy.engine.inbox import Inbox
-from fastdeploy.engine.parts import build_parts
+from fastdeploy.engine.parts import EngineParts
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
@@ -61,16 +61,10 @@ class CommonEngine:
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
         self.config, self.boot_id = config, boot_id or uuid.uuid4().hex
         self._runner, self._transport, self._clock = runner, transport, clock
-        log_of_retained = retained_log or RetainedLog()
-        self._parts = parts = build_parts(
-            config, runner, transport, self.boot_id, on_commit, clock, runs, log_of_retained
+        self._parts = parts = EngineParts(
+            config, runner, transport, self.boot_id, on_commit, clock, runs, retained_log or RetainedLog()
         )
-        self.events, self.metrics, self.scheduler, self.kv = (
-            parts.events,
-            parts.metrics,
-            parts.scheduler,
-            parts.scheduler.kv,
-        )
+        self.events, self.metrics, self.scheduler, self.kv = parts.events, parts.metrics, parts.scheduler, parts.kv
         self.retention, self.delivery, self.lifecycle = parts.retention, parts.delivery, parts.lifecycle
         self.scopes, self.pause, self.adapters = parts.scopes, parts.scopes.whole_pause, parts.adapters
         self.weights, self.sleeper, self.gateway_lease = parts.weights, parts.sleeper, parts.gateway_lease
@@ -87,7 +81,7 @@ class CommonEngine:
             m.Malformed: self._malformed,
             m.FenceAck: self.delivery.acknowledge,
         }
-        self._on_call = handlers_of(self, self.viewers, self.adapters.lookups, *parts)
+        self._on_call = handlers_of(self, self.viewers, self.adapters.lookups, *vars(parts).values())
         if config.lost_commit:
             self.weights.hold_for_republish()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
@@ -27,69 +26,45 @@ from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
-class EngineParts(NamedTuple):
-    """The parts of one engine, from those that know least to those that know most."""
+class EngineParts:
+    """The parts of one engine, from those that know least to those that know most. For the arguments see
+    CommonEngine."""
 
-    events: EventLog
-    metrics: EngineMetrics
-    runner: Runner
-    scheduler: Scheduler
-    retention: Retention
-    delivery: Delivery
-    lifecycle: RequestLifecycle
-    scopes: ScopeRegistry
-    adapters: AdapterRegistry
-    admission: AdmissionControl
-    switch: WeightSwitch
-    weights: WeightSessions
-    sleeper: Sleeper
-    gateway_lease: GatewayLease
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        transport: Transport,
+        boot_id: str,
+        on_commit: Callable[[int], None] | None,
+        clock: Callable[[], float],
+        runs: Callable[[int], bool],
+        retained_log: RetainedLog,
+    ):
+        info, wake, timeout_s = runner.info, transport.wake, config.stage_timeout_s
+        self.runner = runner
+        events = self.events = EventLog(clock)
+        metrics = self.metrics = EngineMetrics()
 
+        kv = self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
+        memory = AdapterMemory(config.adapter_memory_mb << 20)
+        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
+        scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, events)
 
-def build_parts(
-    config: EngineConfig,
-    runner: Runner,
-    transport: Transport,
-    boot_id: str,
-    on_commit: Callable[[int], None] | None,
-    clock: Callable[[], float],
-    runs: Callable[[int], bool],
-    retained_log: RetainedLog,
-) -> EngineParts:
-    """Build the parts of an engine. For the arguments see CommonEngine."""
-    info, wake, timeout_s = runner.info, transport.wake, config.stage_timeout_s
-    events, metrics = EventLog(clock), EngineMetrics()
+        retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
+        delivery = self.delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
+        lifecycle = self.lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
+        scopes = self.scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
 
-    kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
-    pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-    scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, AdapterMemory(config.adapter_memory_mb << 20), events)
-
-    retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
-    delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
-    lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
-    scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
-
-    policy = SourcePolicy(config.model_roots, config.upload_dir)
-    adapters = AdapterRegistry(config, runner, scopes, scheduler, lifecycle, metrics, policy, wake, clock, events)
-    admission = AdmissionControl(info, config.max_waiting, scheduler, delivery, lifecycle, retention, scopes, adapters)
-
-    pause, clients = scopes.whole_pause, delivery.clients
-    switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
-    weights = WeightSessions(runner, switch, pause, policy, wake, clock, timeout_s, clients, events)
-    sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
-    return EngineParts(
-        events,
-        metrics,
-        runner,
-        scheduler,
-        retention,
-        delivery,
-        lifecycle,
-        scopes,
-        adapters,
-        admission,
-        switch,
-        weights,
-        sleeper,
-        GatewayLease(clock, clients),
-    )
+        policy = SourcePolicy(config.model_roots, config.upload_dir)
+        adapters = self.adapters = AdapterRegistry(
+            config, runner, scopes, scheduler, lifecycle, metrics, policy, wake, clock, events
+        )
+        self.admission = AdmissionControl(
+            info, config.max_waiting, scheduler, delivery, lifecycle, retention, scopes, adapters
+        )
+        pause, clients = scopes.whole_pause, delivery.clients
+        switch = self.switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
+        weights = self.weights = WeightSessions(runner, switch, pause, policy, wake, clock, timeout_s, clients, events)
+        self.sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
+        self.gateway_lease = GatewayLease(clock, clients)

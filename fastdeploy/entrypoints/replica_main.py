@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+from typing import Any
 
 import msgspec
 
@@ -37,20 +38,22 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serve: ServeConfig
 
 
-class Replica(Supervisor):
-    """A supervisor that sends its parent events. events: the pipe to the parent."""
+class ReplicaSupervisor(Supervisor):
+    """A supervisor that sends events to its parent. settings: see Supervisor."""
 
-    events: EventPipe
+    def __init__(self, events: EventPipe, config: ReplicaConfig, **settings: Any):
+        super().__init__(config.engine, config.serve, one_group=True, **settings)
+        self._events = events
 
     def _show_serving(self) -> None:
         url = url_of(self._listeners[0])
-        self.events.send("serving", url=url, endpoint=self._fleet_endpoint, host=host_id())
+        self._events.send("serving", url=url, endpoint=self._fleet_endpoint, host=host_id())
 
     def _show_refusal(self, why: str) -> None:
-        self.events.send("refused", why=why)
+        self._events.send("refused", why=why)
 
     def _show_alive(self) -> None:
-        self.events.beat()
+        self._events.beat()
 
 
 def main() -> int:
@@ -64,20 +67,16 @@ def main() -> int:
     os.environ["FASTDEPLOY_LOG_NAME"] = args.name
     setup_logging("supervisor")
     config, keys, events = from_json(args.config, ReplicaConfig), pop_keys(os.environ), EventPipe(args.event_fd)
-    fleet_key = pop_fleet_key(os.environ)
-    listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    replica = Replica(
-        config.engine,
-        config.serve,
-        args.engine_module,
-        keys,
-        fleet_key=fleet_key,
-        listeners=listeners,
-        one_group=True,
+    supervisor = ReplicaSupervisor(
+        events,
+        config,
+        engine_module=args.engine_module,
+        keys=keys,
+        fleet_key=pop_fleet_key(os.environ),
+        listeners=[socket.socket(fileno=fd) for fd in args.http_fds],
     )
-    replica.events = events
     try:
-        return replica.run()
+        return supervisor.run()
     except OSError as error:  # the address is taken
         return events.refuse(error)
 

@@ -111,7 +111,7 @@ class Snapshot:
     def advance(self, state: Mapping[str, HostTensor], difference: Difference) -> None:
         """Take over the new values of ``state``, whose ``difference`` the server has committed."""
 
-        def take(name: str) -> None:
+        def apply(name: str) -> None:
             old, payload = self._values[name], difference.changes[name].payload
             if payload is None:
                 for at, values in pieces(name, state[name], self.dtype):
@@ -120,7 +120,7 @@ class Snapshot:
                 index, bits = delta_format.read_overwrite(payload, old.size, old.itemsize)
                 old[index] = bits.view(old.dtype)
 
-        in_threads(take, list(difference.changes), lambda name: self._values[name].size)
+        in_threads(apply, list(difference.changes), lambda name: self._values[name].size)
         self._fingerprints = dict(difference.fingerprints)
 
     def _compare(self, name: str, tensor: HostTensor) -> TensorChange | None:

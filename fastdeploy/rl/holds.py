@@ -63,7 +63,7 @@ class Holds:
         try:
             if body["ttl_s"] is not None:  # started before the pause: draining may take longer than the ttl
                 self._renewer.start(hold, body["ttl_s"])
-            report = await repeat(lambda: self._connection.call("POST", "/v1/pause", deadline_s, json=body), deadline_s)
+            report = await self._repeat("pause", body, deadline_s)
         except BaseException as error:
             self._renewer.stop(hold)
             self._ttl_of.pop(hold, None)
@@ -95,24 +95,24 @@ class Holds:
 
     async def _release(self, hold: Hold, deadline_s: float) -> dict[str, Any]:
         # A release whose answer is lost is repeated, and then finds no hold. So the hold is looked for before.
-        is_placed = hold in self._ttl_of
-        renewal = hold.body(ttl_s=self._ttl_of.pop(hold, None))
+        is_placed, ttl_s = hold in self._ttl_of, self._ttl_of.pop(hold, None)
         self._unreleased.add(hold)
         lost: FastDeployError | None = None
         if is_placed:
             try:
-                await repeat(lambda: self._connection.call("POST", "/v1/renew", deadline_s, json=renewal), deadline_s)
+                await self._repeat("renew", hold.body(ttl_s=ttl_s), deadline_s)
             except GONE as error:
                 lost = error
         report: dict[str, Any] = {"released": []}
         with suppress(ModelNotFound):  # a hold of this adapter would keep its name known
-            report = await repeat(
-                lambda: self._connection.call("POST", "/v1/resume", deadline_s, json=hold.body()), deadline_s
-            )
+            report = await self._repeat("resume", hold.body(), deadline_s)
         self._unreleased.discard(hold)
         if lost is not None:
             raise hold.lost() from lost
         return report
+
+    async def _repeat(self, name: str, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        return await repeat(lambda: self._connection.call("POST", f"/v1/{name}", deadline_s, json=body), deadline_s)
 
     async def require_standing(self, timeout_s: float, lora_name: str | None = None) -> None:
         """Raise HoldLost if a hold of this client has ended. The holds of adapters count for a load of their adapter

@@ -230,9 +230,7 @@ def test_a_report_is_printed_as_markdown(tmp_path: Path, capsys: pytest.CaptureF
         "seconds": 90.0,
         "problems": [],
         "seen": {"engine killed": 3},
-        "ledger": dict.fromkeys(
-            ("engines", "rollouts", "generated", "received", "undelivered", "missing", "lost_results"), 7
-        ),
+        "ledger": dict.fromkeys(soak.LEDGER, 7),
         "resources": samples([1.0] * 10).summary(),
     }
     (tmp_path / "soak.json").write_text(json.dumps(content))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from acceptance.lib.spans import BadSpans, VersionSpan, judge_update, version_spans
+from acceptance.lib.verdicts import BadSpans, VersionSpan, check_update, version_spans
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 
 
@@ -64,5 +64,5 @@ AFTER = "a request sent afterwards is made by the new weights alone"
     ],
 )
 def test_an_update_under_a_live_stream(live: StreamLog, after: list[str], failures: list[str]):
-    checks = judge_update([live], [stream(*OLD)], stream(*after), "new", 4)
+    checks = check_update([live], [stream(*OLD)], stream(*after), "new", 4)
     assert [check.promise for check in checks if not check.ok] == failures

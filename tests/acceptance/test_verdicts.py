@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from acceptance.lib.verdicts import Check, PauseRun, judge_abort, judge_after, judge_keep, judge_texts, judge_wait
+from acceptance.lib.verdicts import Check, PauseRun, check_abort, check_after, check_keep, check_texts, check_wait
 from benchmarks.lib.dialect import Gauges
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 
@@ -83,13 +83,13 @@ def wrong(checks: list[Check]) -> str:
     return "; ".join(check.promise for check in checks if check.ok is False)
 
 
-JUDGES = {aborted: judge_abort, kept: judge_keep, waited: judge_wait}
+CHECKS_OF_MODE = {aborted: check_abort, kept: check_keep, waited: check_wait}
 ONE_FINAL = "every stream got exactly one final chunk"
 
 
 def test_correct_timelines_pass():
-    for make, judge in JUDGES.items():
-        assert [check for check in judge(make(), rejects=True) if not check.ok] == []
+    for make, check_run in CHECKS_OF_MODE.items():
+        assert [check for check in check_run(make(), rejects=True) if not check.ok] == []
 
 
 def test_pause_times_are_counted_in_steps():
@@ -156,7 +156,7 @@ def change_probe(**values: Any) -> Callable[[PauseRun], None]:
          ["nothing escaped", "waiting streams return 0 tokens"]),
         (aborted, late_token_of_a_waiting_stream, ["waiting streams return 0 tokens"]),
         (aborted, change_stream(2, loose_text="?"), ["waiting streams return 0 tokens and no text, reason abort"]),
-        *((make, doubled_final(index), [ONE_FINAL]) for make in JUDGES for index in (0, 4)),
+        *((make, doubled_final(index), [ONE_FINAL]) for make in CHECKS_OF_MODE for index in (0, 4)),
         (aborted, change_stream(3, finals=[]), [ONE_FINAL]),
         (aborted, change_stream(0, status=500), [ONE_FINAL]),
         (aborted, change_stream(0, finals=[(5.5, "length")]), ["not vacuous: nothing finished"]),
@@ -180,18 +180,18 @@ def test_a_defect_fails_the_promise_that_it_breaks(
 ):
     run = make()
     defect(run)
-    failed = wrong(JUDGES[make](run, rejects=True))
+    failed = wrong(CHECKS_OF_MODE[make](run, rejects=True))
     assert all(promise in failed for promise in promises), failed
 
 
 def test_a_dialect_that_holds_gets_no_verdict_on_refusals():
-    checks = judge_wait(run_of("wait", waited().streams, [], complete_tokens=70, replied_at=8.05), rejects=False)
+    checks = check_wait(run_of("wait", waited().streams, [], complete_tokens=70, replied_at=8.05), rejects=False)
     assert wrong(checks) == ""
     assert [check.ok for check in checks if "refused" in check.promise] == [None, None]
 
 
 def texts(run: PauseRun, reference: list[StreamLog]) -> str:
-    return wrong([judge_texts("keep", list(zip(run.streams[:2], reference, strict=True)))])
+    return wrong([check_texts("keep", list(zip(run.streams[:2], reference, strict=True)))])
 
 
 def test_tokens_that_equal_the_undisturbed_run_pass_and_any_difference_fails():
@@ -228,8 +228,8 @@ def test_half_a_character_at_the_cut_is_no_difference():
 
 def test_after_the_resume_every_new_request_must_complete_and_everything_be_free():
     fresh = [stream(f"new{i}", steps(20.0, 21.6), 21.6, "length") for i in range(5)]
-    assert wrong(judge_after(fresh, 16, 5, IDLE, IDLE)) == ""
-    assert "new requests complete" in wrong(judge_after(fresh[:4], 16, 5, IDLE, IDLE))
-    assert "new requests complete" in wrong(judge_after(fresh, 17, 5, IDLE, IDLE))
-    assert "metrics at zero" in wrong(judge_after(fresh, 16, 5, IDLE, Gauges(0, 1, 100, 0.0)))
-    assert "KV blocks" in wrong(judge_after(fresh, 16, 5, IDLE, Gauges(0, 0, 90, 0.0)))
+    assert wrong(check_after(fresh, 16, 5, IDLE, IDLE)) == ""
+    assert "new requests complete" in wrong(check_after(fresh[:4], 16, 5, IDLE, IDLE))
+    assert "new requests complete" in wrong(check_after(fresh, 17, 5, IDLE, IDLE))
+    assert "metrics at zero" in wrong(check_after(fresh, 16, 5, IDLE, Gauges(0, 1, 100, 0.0)))
+    assert "KV blocks" in wrong(check_after(fresh, 16, 5, IDLE, Gauges(0, 0, 90, 0.0)))

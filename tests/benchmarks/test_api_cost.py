@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from benchmarks import api_cost
 from benchmarks.api_cost import CASES, Case, Cost
 from benchmarks.lib import processes
 from benchmarks.lib.client import Client
-from benchmarks.lib.engines import Engine
 from benchmarks.make_q05 import write_tokenizer
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.embedded import MODEL_DIR
@@ -67,13 +65,6 @@ def test_every_case_is_measured_and_the_server_is_stopped_afterwards(
     assert all(case.name in shown for case in CASES)
 
 
-def test_a_cost_has_figures_per_core_per_token_and_per_second():
-    cost = Cost(wall_s=4.0, cpu_s=0.2, tokens=1000)
-    assert cost.core_percent == pytest.approx(5)
-    assert cost.us_per_token == pytest.approx(200)
-    assert cost.tokens_per_s == pytest.approx(250)
-
-
 def test_a_row_has_medians_and_extremes_of_the_rounds_without_errors():
     rounds = [Cost(1.0, 0.1, 100), Cost(1.0, 0.3, 100), Cost(1.0, 0.2, 100), Cost(1.0, 0.9, 100, ("lost",))]
     assert api_cost.row("chat", rounds) == ("chat", "20.0", "10.0 - 30.0", "2000", "100")
@@ -117,15 +108,6 @@ def test_every_id_has_a_text_of_its_own_and_texts_keep_their_ids(tmp_path: Path)
     assert "" not in texts and len(set(texts)) == len(texts)
     text = "<|im_start|>user\nHello \u00e4\u2192<|im_end|>"
     assert after.encode_now(text) == before.encode_now(text) and max(after.encode_now(text)) < 260
-
-
-def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    command = (sys.executable, "-c", "raise SystemExit('no such model')")
-    monkeypatch.setattr(api_cost, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
-    assert api_cost.main(["--model-path", str(MODEL_DIR)]) == 2
-    assert "no such model" in capsys.readouterr().err
 
 
 def test_more_streams_than_the_engine_runs_are_refused(capsys: pytest.CaptureFixture[str]):

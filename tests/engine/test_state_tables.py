@@ -23,8 +23,10 @@ def request_in(state: r.RequestState) -> r.Request:
     return request
 
 
-def session_in(state: w.SessionState) -> w.Session:
-    session = w.Session("s", BeginUpdateArgs(), opened={}, timeout_s=1.0, staging=None, started_at=0.0, owner=None)
+def session_in(state: w.SessionState) -> w.WeightSession:
+    session = w.WeightSession(
+        "s", BeginUpdateArgs(), opened={}, timeout_s=1.0, staging=None, started_at=0.0, owner=None
+    )
     session.state = state
     return session
 

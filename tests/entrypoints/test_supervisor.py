@@ -23,7 +23,7 @@ from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints.child import REFUSED
 from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff, bind
-from fastdeploy.entrypoints.replica_main import Replica
+from fastdeploy.entrypoints.replica_main import ReplicaConfig, ReplicaSupervisor
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 TESTS = Path(__file__).parents[1]
@@ -156,14 +156,15 @@ def test_only_the_engine_inherits_the_fleet_key(tree):
 
 def test_a_replica_reports_where_each_engine_listens_for_the_fleet():
     listener = bind("127.0.0.1", 0)
-    supervisor = Replica(EngineConfig(model="m"), ServeConfig(model="m"), listeners=[listener])
-    supervisor.events = Mock()
+    events = Mock()
+    config = ReplicaConfig(EngineConfig(model="m"), ServeConfig(model="m"))
+    supervisor = ReplicaSupervisor(events, config, listeners=[listener])
     engine, server = Mock(), Mock()
     engine.name, server.name = "engine", "api-0"
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:1"})
     supervisor._on_event(server, {"event": "ready"})
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:2"})
-    sent = [(call.args, call.kwargs["endpoint"]) for call in supervisor.events.send.call_args_list]
+    sent = [(call.args, call.kwargs["endpoint"]) for call in events.send.call_args_list]
     assert sent == [(("serving",), "tcp://127.0.0.1:1"), (("serving",), "tcp://127.0.0.1:2")]
     listener.close()
 

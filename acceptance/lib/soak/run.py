@@ -165,13 +165,13 @@ class Soak:
             if not self.trainer.runs:
                 await self._start_trainer()
             async for event in self.trainer.ask(str(cycle.number)):
-                self._note(event, cycle)
+                self._record(event, cycle)
                 if event["kind"] == "done":
                     return
             if not self._may_fail:
                 raise Broken(f"the trainer has ended: see {self.folder}/trainer.log")
 
-    def _note(self, event: dict[str, Any], cycle: plan.Cycle) -> None:
+    def _record(self, event: dict[str, Any], cycle: plan.Cycle) -> None:
         if event["kind"] == "publishing":
             self.versions.publishing(event["version"], event["t"])
         elif event["kind"] == "published":

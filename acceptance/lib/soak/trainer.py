@@ -1,10 +1,10 @@
-"""The trainer of a soak, in a process of its own: makes the pause and the update of each cycle that it is told.
+"""The trainer of a soak, in a process of its own: makes the pause and the update of each cycle.
 
     python -m acceptance.lib.soak.trainer URL FOLDER SEED
 
 Reads numbers of cycles from stdin, one a line. Prints events as JSON, one a line: "publishing" before a version can be
 committed, "published" after its commit, "failed" if a call failed, and "done" at the end of a cycle. ``t`` is
-time.monotonic(), which all processes of a machine share. The same cycle may be told again.
+time.monotonic(), which all processes of a machine share. The same cycle may come again.
 """
 
 from __future__ import annotations

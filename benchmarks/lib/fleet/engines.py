@@ -64,7 +64,7 @@ class FakeEngines:
     def __init__(self, costs: Costs | None = None):
         self._costs = costs or Costs()
         self._folder = tempfile.TemporaryDirectory(prefix="fastdeploy-engines-")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._orders: list[EngineOrder] = []
         self._processes: dict[int, BaseProcess] = {}
         self._bound = SPAWN.Semaphore(0)
@@ -95,8 +95,9 @@ class FakeEngines:
 
     def kill(self, i: int) -> None:
         """Kill engine i, and return when its process has ended. No effect if it has ended."""
-        self._processes[i].kill()
-        self._processes[i].join()
+        with self._lock:
+            self._processes[i].kill()
+            self._processes[i].join()
 
     def stop(self, i: int) -> None:
         """Stop the process of engine i, which lives, until :meth:`cont`."""
@@ -122,9 +123,10 @@ class FakeEngines:
         return self._processes[i].is_alive()
 
     def _signal(self, i: int, number: signal.Signals) -> None:
-        process = self._processes[i]
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, number)
+        with self._lock:
+            process = self._processes[i]
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         """Kill all engines."""

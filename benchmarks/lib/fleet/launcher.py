@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ class EngineLauncher:
 
     def __init__(self, engines: FakeEngines, num: int, **settings: Any):
         self._engines = engines
-        self._lock = threading.Lock()
         self.listed = [replace(placement, host=host_id()) for placement in engines.start(num, **settings)]
         self._numbers = {placement.name: i for i, placement in enumerate(self.listed)}
         self.harmed: dict[str, str] = {}
@@ -67,7 +65,7 @@ class EngineLauncher:
     async def kill(self, name: str, down_s: float) -> None:
         """Kill an engine. A new one starts after ``down_s`` seconds, if nobody else has started one."""
         self.harmed[name] = "killed"
-        await asyncio.to_thread(self._locked, self._engines.kill, name)
+        await asyncio.to_thread(self._engines.kill, self._numbers[name])
         await asyncio.sleep(down_s)
         if not self._engines.alive(self._numbers[name]):
             await self._renew(name)
@@ -75,11 +73,10 @@ class EngineLauncher:
     async def stop(self, name: str, seconds: float) -> None:
         """Stop the process of an engine for some time. A restart ends that too."""
         self.harmed[name] = "stopped"
-        await asyncio.to_thread(self._locked, self._engines.stop, name)
+        await asyncio.to_thread(self._engines.stop, self._numbers[name])
         await asyncio.sleep(seconds)
-        await asyncio.to_thread(self._locked, self._engines.cont, name)
-        if self.harmed.get(name) == "stopped":
-            del self.harmed[name]
+        await asyncio.to_thread(self._engines.cont, self._numbers[name])
+        self._healed(name, "stopped")
 
     async def slow(self, name: str, factor: float, seconds: float) -> None:
         """Let the steps of an engine take ``factor`` times their time, for some time. A restart ends that too."""
@@ -87,19 +84,13 @@ class EngineLauncher:
         self._engines.slow(self._numbers[name], factor)
         await asyncio.sleep(seconds)
         self._engines.slow(self._numbers[name], 1.0)
-        if self.harmed.get(name) == "slowed":
+        self._healed(name, "slowed")
+
+    def _healed(self, name: str, harm: str) -> None:
+        if self.harmed.get(name) == harm:
             del self.harmed[name]
 
-    def _locked(self, action: Any, name: str) -> None:
-        with self._lock:
-            if self._engines.alive(self._numbers[name]):
-                action(self._numbers[name])
-
     async def _renew(self, name: str) -> None:
-        await asyncio.to_thread(self._start_anew, name)
+        self._engines.slow(self._numbers[name], 1.0)
+        await asyncio.to_thread(self._engines.restart, self._numbers[name])
         self.harmed.pop(name, None)
-
-    def _start_anew(self, name: str) -> None:
-        with self._lock:
-            self._engines.slow(self._numbers[name], 1.0)
-            self._engines.restart(self._numbers[name])

@@ -25,8 +25,8 @@ def accounts(record: Record) -> Counter[str]:
 def unexplained(found: Counter[str]) -> int:
     """Return the tokens that the engine sampled and the trainer does not tell of; below 0: those that it tells of
     twice."""
-    told = found.total() - found["generated"] - found["recomputed"]
-    return found["generated"] - told
+    accounted = found.total() - found["generated"] - found["recomputed"]
+    return found["generated"] - accounted
 
 
 def mistakes(record: Record) -> list[str]:
@@ -47,28 +47,28 @@ def mistakes(record: Record) -> list[str]:
     for number, rollout in enumerate(record.rollouts):
         if fault := uncovered([(start, end) for _, start, end in rollout.spans], rollout.tokens):
             problems.append(f"rollout {number}: {fault}")
-    sampled, told = by_weight_epoch(record)
+    sampled, accounted = by_weight_epoch(record)
     if sampled.total() != total["generated"]:
         problems.append(f"the engine counted {total['generated']} tokens, and noted times of {sampled.total()}")
     problems += [
-        _difference(sampled[epoch] - told[epoch], f"of weight_epoch {epoch}")
-        for epoch in sorted(sampled.keys() | told.keys())
-        if sampled[epoch] != told[epoch]
+        _difference(sampled[epoch] - accounted[epoch], f"of weight_epoch {epoch}")
+        for epoch in sorted(sampled.keys() | accounted.keys())
+        if sampled[epoch] != accounted[epoch]
     ]
     return problems
 
 
 def by_weight_epoch(record: Record) -> tuple[Counter[int], Counter[int]]:
     """Return the tokens of each weight_epoch: those that the engine sampled, and those that the trainer tells of."""
-    sampled, told = Counter[int](), Counter[int]()
+    sampled, accounted = Counter[int](), Counter[int]()
     for step in record.token_times:
         sampled[step.weight_epoch] += step.tokens
     for rollout in record.rollouts:
         for publication, start, end in rollout.spans:
-            told[publication] += end - start
+            accounted[publication] += end - start
     for one in record.evals:
-        told[one.publication] += one.tokens
-    return sampled, told
+        accounted[one.publication] += one.tokens
+    return sampled, accounted
 
 
 def _difference(missing: int, where: str) -> str:

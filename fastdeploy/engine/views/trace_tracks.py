@@ -61,7 +61,7 @@ class Tracks:
         self._last_us = 0
         self._begun = False
         self._feed: dict[EventKind, Callable[[Event], None]] = {
-            EventKind.QUEUED: self._queued,
+            EventKind.QUEUED: self._wait,
             EventKind.ADMITTED: self._admitted,
             EventKind.FROZEN: self._frozen,
             EventKind.THAWED: self._thawed,
@@ -111,9 +111,6 @@ class Tracks:
         return self.drain()
 
     # ------------------------------------------------------------------ requests
-
-    def _queued(self, event: Event) -> None:
-        self._wait(event)
 
     def _admitted(self, event: Event) -> None:
         at = _us(event.at)

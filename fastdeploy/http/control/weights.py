@@ -60,12 +60,8 @@ def weights_router(context: ServingContext) -> APIRouter:
         if body.names_no_source and not is_upload(request):
             return envelope(await client.call(_relabel(body)))
         fields = body.rest()
-        if not is_upload(request):
-            return envelope(await client.call(m.UpdateWeightsArgs(_named_source(body), **fields)))
-        _refuse_second_source(body)
         begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
-        check = m.CheckUpdateArgs(begin=begin, form=body.form)
-        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+        async with _source(request, context, body, m.CheckUpdateArgs(begin=begin, form=body.form)) as source:
             return envelope(await client.call(m.UpdateWeightsArgs(source, **fields)))
 
     @routes.get("/v1/weights", WeightInfoBody)
@@ -79,11 +75,7 @@ def weights_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/weights/chunk", openapi_extra=takes(PartBody, upload=PartBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, PartBody)
-        if not is_upload(request):
-            return envelope(await client.call(m.UpdatePartArgs(source=_named_source(body), **body.rest())))
-        _refuse_second_source(body)
-        check = m.CheckUpdateArgs(body.session_id, form=body.form)
-        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+        async with _source(request, context, body, m.CheckUpdateArgs(body.session_id, form=body.form)) as source:
             return envelope(await client.call(m.UpdatePartArgs(source=source, **body.rest())))
 
     routes.call("/v1/weights/commit", CommitBody, client, m.CommitUpdateArgs)
@@ -113,13 +105,19 @@ def weights_router(context: ServingContext) -> APIRouter:
     return router
 
 
-def _named_source(body: SourceBody) -> Source:
-    return body.source("model_path", "model_path, shared_memory, or an octet-stream body")
-
-
-def _refuse_second_source(body: SourceBody) -> None:
-    if not body.names_no_source:
+@contextlib.asynccontextmanager
+async def _source(
+    request: Request, context: ServingContext, body: SourceBody, check: m.CheckUpdateArgs
+) -> AsyncIterator[Source]:
+    """Yield the source that the call names. An uploaded body is kept in a file while the block runs. check: asked of
+    the engine before the body is received."""
+    if not is_upload(request):
+        yield body.source("model_path", "model_path, shared_memory, or an octet-stream body")
+    elif not body.names_no_source:
         raise InvalidField("model_path", "expected no other source beside the uploaded body")
+    else:
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            yield source
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:

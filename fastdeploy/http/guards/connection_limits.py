@@ -114,7 +114,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_head(self, size: int) -> None:
         limit = self._settings.max_header_kb
         if size > limit << 10:
-            self._refusal = HeadersTooLarge(f"the request line and headers exceed {limit} KiB (--max-header-kb)")
+            self._refusal = HeadersTooLarge(f"the request line and headers exceed {limit} KiB")
 
     # ------------------------------------------------------------------ the parser's callbacks
 
@@ -194,7 +194,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase is ReadPhase.HEAD and self._progress == 0:
             self.transport.close()
         elif self._phase is ReadPhase.HEAD:
-            self._refuse(RequestTimeout(f"the headers were not complete after {settings.header_s:g} s (--header-s)"))
+            self._refuse(RequestTimeout(f"the headers were not complete after {settings.header_s:g} s"))
         elif self._progress >= MIN_PROGRESS or self.flow.read_paused:  # read_paused: this server is the slow side
             self._progress = 0
             self._start_timer(settings.body_idle_s)

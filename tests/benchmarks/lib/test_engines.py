@@ -45,10 +45,6 @@ def test_a_peer_has_the_version_of_its_own_environment(peers: Path, name: str, d
     assert engine.missing is None and engine.version == version
 
 
-def test_our_own_engine_is_always_available(peers: Path):
-    assert ENGINES["ours"](Path("model"), "q05").missing is None
-
-
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_every_engine_is_given_the_model_and_the_name_that_requests_use(peers: Path, name: str):
     command = ENGINES[name](Path("/some/model"), "served").command

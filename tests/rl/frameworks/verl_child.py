@@ -57,7 +57,7 @@ def config(model: str, urls: list[str]) -> DictConfig:
     rollout = {
         "name": "fastdeploy",
         "nnodes": 1,
-        "n_gpus_per_node": len(urls),
+        "n_gpus_per_node": 2,  # so many rollout replicas
         "tensor_model_parallel_size": 1,
         "prompt_length": 64,
         "response_length": 400,
@@ -141,7 +141,7 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
         "alone": [dump(o) for o in alone],
         "resumed": [dump(o) for o in resumed],
         "resumed_after_abort": sum(report["aborted_count"] for report in aborted),
-        "aborted_ids": [name for report in aborted for name in report["request_ids"]],
+        "aborted_ids": [report["request_ids"] for report in aborted],
         "straddling": [dump(o) for o in straddling if o.extra_fields["min_global_steps"] == 0],
         "after": [dump(o) for o in after],
         "unlabelled": [dump(o) for o in unlabelled],

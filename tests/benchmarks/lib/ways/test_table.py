@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.lib.ways.record import CONTROL, WAYS, read
-from benchmarks.lib.ways.table import band, fill_in, tables
+from benchmarks.lib.ways.table import fill_in, tables
 from support.markdown import ROOT
 from support.sync_run import MadeUpRun
 
@@ -46,11 +46,6 @@ def test_the_table_of_mismatch_has_the_control_run(records):
 
 def test_the_table_of_lengths_counts_the_answers_that_ended(records):
     assert cells(tables(records)["lengths"])["synchronous"] == ["27", "30", "30", "30", "30"]
-
-
-def test_a_band_is_one_value_where_all_seeds_agree():
-    assert band([0.1, 0.3, 0.2], ".1f") == "0.2 (0.1 to 0.3)"
-    assert band([0.21, 0.22], ".1f") == "0.2"
 
 
 def test_a_page_is_filled_in_between_its_markers_and_nowhere_else(tmp_path):
