@@ -18,11 +18,11 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
-from fastdeploy.model_executor.rng import uniform
 from fastdeploy.worker.sequences import Draws
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
 NUCLEUS_GUESS = 256  # top_p sorts this number of best tokens first; if they do not suffice, 8 times as many
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64
 MIN_TEMPERATURE = 1e-30  # a division by a smaller temperature overflows float32
 
 
@@ -231,3 +231,23 @@ def _best_first(row: np.ndarray, count: int) -> np.ndarray:
         return np.argsort(-row, kind="stable")
     among = np.flatnonzero(row >= np.partition(row, -count)[-count])
     return among[np.argsort(-row[among], kind="stable")][:count]
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the random number of each token, float64 in [0, 1) with 53 random bits: a pure function of (seed, choice
+    index, absolute position), integers in [0, 2^63). So neither the batch nor an abort followed by a resubmission
+    changes which token is drawn.
+
+    The hash is three rounds of the splitmix64 finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number
+    generators", OOPSLA 2014), one per word of the key.
+    """
+    state = np.zeros(len(seeds), np.uint64)
+    for word in (seeds, choices, positions):
+        state = _mix((state ^ np.asarray(word).astype(np.uint64)) + _GAMMA)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

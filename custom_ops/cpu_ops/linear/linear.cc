@@ -112,31 +112,21 @@ void shrink_rows(const Lora& lora, int64_t tile, const float* x, int64_t ldx, fl
 }
 
 Expansion shrink(const LinearInput& input, const LoraRows& loras) {
-  if (loras.rows == nullptr) return {};
-  const LoraChunks work = cut_rows(loras, input.m);
-  if (work.count == 0) return {};
-  const int64_t stride = work.tiles * 16;
-  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(input.m * stride) * 4));
-  parallel_for(work.count * work.tiles, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const LoraChunk& chunk = work.chunks[i / work.tiles];
-      const int64_t tile = i % work.tiles, ldx = chunk.lora->a.k_padded;
-      if (tile >= chunk.lora->a.tiles()) continue;
-      for (int64_t r = chunk.row; r < chunk.row + chunk.rows; r += kRows) {
-        const float* x = static_cast<const float*>(input.data) + r * ldx;
-        with_rows<kRows>(chunk.row + chunk.rows - r, [&](auto rows) {
-          shrink_rows<decltype(rows)::value>(*chunk.lora, tile, x, ldx, shrunk + r * stride, stride);
-        });
-      }
+  const auto shrink_run = [&](const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
+    const int64_t ldx = run.lora->a.k_padded, end = run.row + run.rows;
+    for (int64_t r = run.row; r < end; r += kRows) {
+      const float* x = static_cast<const float*>(input.data) + r * ldx;
+      with_rows<kRows>(end - r, [&](auto rows) {
+        shrink_rows<decltype(rows)::value>(*run.lora, tile, x, ldx, shrunk + r * stride, stride);
+      });
     }
-  });
-  return {loras, shrunk, stride};
+  };
+  return shrink_all(loras, input.m, [](const auto& work) { work(); }, shrink_run);
 }
 
-// Calls finish(row, pair, value0, value1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
-template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& loras, int64_t pairs, Tiles tiles,
-                   Finish finish) {
+// Calls finish(row, pair, value of its first tile, value of its second) for every row and every pair of column tiles.
+template <typename Pairs, typename Finish>
+void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish) {
   const Expansion expansion = shrink(input, loras);
   const int64_t m = input.m, ldx = w.k_padded;
   const float* rows_data = static_cast<const float*>(input.data);
@@ -144,10 +134,9 @@ void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& lo
     const int64_t block_end = std::min(m, block + kRowBlock);
     const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
     const int64_t grain = m == 1 ? std::max<int64_t>(1, 65536 / pair_bytes) : 1;
-    parallel_for(pairs, grain, [&](int64_t begin, int64_t end) {
+    parallel_for(pairs.count(), grain, [&](int64_t begin, int64_t end) {
       for (int64_t pair = begin; pair < end; ++pair) {
-        int64_t tile0, tile1;
-        tiles(pair, &tile0, &tile1);
+        const int64_t tile0 = pairs.first(pair), tile1 = pairs.second(pair);
         for (int64_t r = block; r < block_end; r += kRows) {
           const int64_t rows = std::min<int64_t>(kRows, block_end - r);
           Floats16 acc[2 * kRows];
@@ -199,34 +188,22 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 }
 
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
-  const int64_t tiles = w.tiles();
-  for_all_pairs(
-      input, w, loras, (tiles + 1) / 2,
-      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
-        *tile0 = 2 * pair;
-        *tile1 = std::min(2 * pair + 1, tiles - 1);
-      },
-      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-        float* to = out + row * w.n;
-        const auto put = accumulate ? add_columns : store_columns;
-        put(to, 2 * pair, w.n, c0);
-        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, c1);
-      });
+  const Neighbours pairs = {w.tiles()};
+  for_all_pairs(input, w, loras, pairs, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+    float* to = out + row * w.n;
+    const auto put = accumulate ? add_columns : store_columns;
+    put(to, 2 * pair, w.n, c0);
+    if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, c1);
+  });
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
                            const Weight& next) {
-  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = input.m;
+  const int64_t half = w.n / 2, m = input.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
-  for_all_pairs(
-      input, w, loras, half_tiles,
-      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
-        *tile0 = pair;
-        *tile1 = pair + half_tiles;
-      },
-      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-        store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
-      });
+  for_all_pairs(input, w, loras, Halves{half / kColumns}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+    store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
+  });
   for (int64_t r = 0; r < m; ++r)
     std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);
   return {rows, m};

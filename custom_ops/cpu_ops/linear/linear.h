@@ -32,6 +32,23 @@ void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& gate_up, const LoraRows& loras,
                            const Weight& next);
 
+// Pairs of column tiles that are computed together: neighbours, of which the last may be alone; or the same tile of
+// both halves.
+struct Neighbours {
+  int64_t tiles;
+
+  int64_t count() const { return (tiles + 1) / 2; }
+  int64_t first(int64_t pair) const { return 2 * pair; }
+  int64_t second(int64_t pair) const { return 2 * pair + 1 < tiles ? 2 * pair + 1 : tiles - 1; }
+};
+struct Halves {
+  int64_t half;
+
+  int64_t count() const { return half; }
+  int64_t first(int64_t pair) const { return pair; }
+  int64_t second(int64_t pair) const { return pair + half; }
+};
+
 // 1 / sqrt(mean(x^2) + eps), summed in 16 lanes and four chains, combined in a fixed order.
 static inline float norm_factor(const float* x, int64_t h, float eps) {
   Floats16 sums[4] = {zero(), zero(), zero(), zero()};

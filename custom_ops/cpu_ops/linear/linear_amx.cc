@@ -151,9 +151,9 @@ struct Pass {
 };
 
 // Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
-template <typename Tiles, typename Finish>
-void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expansion, const Pass& pass, int64_t pairs,
-               Pieces& pieces, const Tiles& tiles, const Finish& finish) {
+template <typename Pairs, typename Finish>
+void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expansion, const Pass& pass, Pairs pairs,
+               Pieces& pieces, const Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
   const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
   const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
@@ -166,14 +166,13 @@ void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expans
   configure_tiles(input.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
-      int64_t t0, t1;
-      tiles(pair, &t0, &t1);
+      const int64_t t0 = pairs.first(pair), t1 = pairs.second(pair), next = std::min(pair + 1, pairs.count() - 1);
       const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
       // Read while the next pair is computed.
       if (expansion.shrunk != nullptr && strips == 1)
         fetch_loras = expansion.fetch(pass.row0, pass.row0 + pass.rows, t0, t1, steps);
-      tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
-      const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
+      const char* next0 = weight + pairs.first(next) * column_bytes;
+      const char* next1 = weight + pairs.second(next) * column_bytes;
       Fetch<_MM_HINT_T1> fetch_next{next0, next1, (16 + strips - 1) / strips};  // spread over all steps of this pair
       for (int64_t group = 0; group < strips; group += kGroup) {
         const int64_t group_rows = std::min(kGroup * kStrip, pass.rows - group * kStrip);
@@ -223,61 +222,51 @@ void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expans
   _tile_release();
 }
 
-// t = x @ A.T * scaling for the rows of a chunk and a tile of ranks. Each element is two chains, of the even and the
+// t = x @ A.T * scaling for the rows of a run and a tile of ranks. Each element is two chains, of the even and the
 // odd k tiles. The other rows of the row tile are computed as well and dropped. Uses tile registers 0, 1 and 4 to 7.
-void shrink_chunk(const InputTiles& input, const LoraChunk& chunk, int64_t tile, float* shrunk, int64_t stride) {
-  const Weight& a = chunk.lora->a;
+void shrink_run(const InputTiles& input, const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
+  const Weight& a = run.lora->a;
   const char* weight = static_cast<const char*>(a.data) + tile * a.tile_elements() * 2;
   alignas(64) float even[256], odd[256];
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t k = 0; k < input.k_tiles; k += 2) {
-    _tile_loadd(4, input.tile(chunk.row / 16, k), 64);
+    _tile_loadd(4, input.tile(run.row / 16, k), 64);
     _tile_loadd(6, weight + k * kTileBytes, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (k + 1 == input.k_tiles) break;
-    _tile_loadd(5, input.tile(chunk.row / 16, k + 1), 64);
+    _tile_loadd(5, input.tile(run.row / 16, k + 1), 64);
     _tile_loadd(7, weight + (k + 1) * kTileBytes, 64);
     _tile_dpbf16ps(1, 5, 7);
   }
   _tile_stored(0, even, 64);
   _tile_stored(1, odd, 64);
-  const Floats16 scaling = load(chunk.lora->scaling() + tile * 16);
-  for (int64_t row = chunk.row; row < chunk.row + chunk.rows; ++row) {
+  const Floats16 scaling = load(run.lora->scaling() + tile * 16);
+  for (int64_t row = run.row; row < run.row + run.rows; ++row) {
     const int64_t at = row % 16 * 16;
     store(shrunk + row * stride + tile * 16, mul(add(load(even + at), load(odd + at)), scaling));
   }
 }
 
 Expansion shrink(const InputTiles& input, int64_t m, const LoraRows& loras) {
-  if (loras.rows == nullptr) return {};
-  const LoraChunks work = cut_rows(loras, m);
-  if (work.count == 0) return {};
-  const int64_t stride = work.tiles * 16;
-  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(m * stride) * 4));
-  parallel_pieces(work.count * work.tiles, 1, [&](Pieces& pieces) {
+  const auto around = [&](const auto& work) {
     configure_tiles(input.rows);
-    for (int64_t begin, end; pieces.next(&begin, &end);)
-      for (int64_t i = begin; i < end; ++i) {
-        const LoraChunk& chunk = work.chunks[i / work.tiles];
-        if (i % work.tiles < chunk.lora->a.tiles()) shrink_chunk(input, chunk, i % work.tiles, shrunk, stride);
-      }
+    work();
     _tile_release();
+  };
+  return shrink_all(loras, m, around, [&](const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
+    shrink_run(input, run, tile, shrunk, stride);
   });
-  return {loras, shrunk, stride};
 }
 
-// Calls finish(row, pair, value0, value1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
-template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, int64_t pairs, Tiles tiles,
-                   Finish finish) {
+// Calls finish(row, pair, value of its first tile, value of its second) for every row and every pair of column tiles.
+template <typename Pairs, typename Finish>
+void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish) {
   const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
   const Expansion expansion = shrink(input, rows.m, loras);
   const auto finish_sums = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    int64_t t0, t1;
-    tiles(pair, &t0, &t1);
-    const Floats16 value0 = complete(w, expansion, row, t0, c0);
-    finish(row, pair, value0, complete(w, expansion, row, t1, c1));
+    const Floats16 value0 = complete(w, expansion, row, pairs.first(pair), c0);
+    finish(row, pair, value0, complete(w, expansion, row, pairs.second(pair), c1));
   };
   const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64;
   const bool whole = row_bytes * kMaxRows <= kWholeBudget;
@@ -289,7 +278,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
     const int64_t passes = whole || pass.rows <= 2 * kStrip ? 1 : (pass.rows * row_bytes + kCutBudget - 1) / kCutBudget;
     if (passes > 1)
       pass.partial = static_cast<float*>(
-          scratch(kScratchPartial, static_cast<size_t>(pairs * round_up(pass.rows, kStrip) * 32) * 4));
+          scratch(kScratchPartial, static_cast<size_t>(pairs.count() * round_up(pass.rows, kStrip) * 32) * 4));
     for (int64_t p = 0; p < passes; ++p) {
       pass.k0 = k_tiles * p / passes;
       pass.steps = k_tiles * (p + 1) / passes - pass.k0;
@@ -297,8 +286,8 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
       pass.last = p + 1 == passes;
       const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
-      parallel_pieces(pairs, grain,
-                      [&](Pieces& pieces) { run_pairs(input, w, expansion, pass, pairs, pieces, tiles, finish_sums); });
+      parallel_pieces(pairs.count(), grain,
+                      [&](Pieces& pieces) { run_pairs(input, w, expansion, pass, pairs, pieces, finish_sums); });
     }
   }
 }
@@ -331,18 +320,12 @@ void convert_row(const float* x, const float* norm, float factor, int64_t k, int
 
 template <typename Put>
 void multiply_with(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, Put put) {
-  const int64_t count = w.tiles();
-  for_all_pairs(
-      input, w, loras, (count + 1) / 2,
-      [=](int64_t pair, int64_t* t0, int64_t* t1) {
-        *t0 = 2 * pair;
-        *t1 = std::min(2 * pair + 1, count - 1);
-      },
-      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-        float* to = out + row * w.n;
-        put(to, 2 * pair, w.n, c0);
-        if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, c1);
-      });
+  const Neighbours pairs = {w.tiles()};
+  for_all_pairs(input, w, loras, pairs, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+    float* to = out + row * w.n;
+    put(to, 2 * pair, w.n, c0);
+    if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, c1);
+  });
 }
 
 }  // namespace
@@ -383,15 +366,9 @@ LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Wei
   };
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
-  for_all_pairs(
-      input, w, loras, half_tiles,
-      [=](int64_t pair, int64_t* t0, int64_t* t1) {
-        *t0 = pair;
-        *t1 = pair + half_tiles;
-      },
-      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-        put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
-      });
+  for_all_pairs(input, w, loras, Halves{half_tiles}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
+  });
   return {inner.data, m};
 }
 

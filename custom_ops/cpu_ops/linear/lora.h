@@ -8,14 +8,15 @@
 #include "kernels.h"
 #include "runtime/memory.h"
 #include "runtime/simd.h"
+#include "runtime/thread_pool.h"
 
 namespace fd {
 namespace FD_ISA {
 
-constexpr int64_t kChunkRows = 16;
+constexpr int64_t kRunRows = 16;
 
 // Adjacent rows of one adapter in one tile of 16 rows.
-struct LoraChunk {
+struct LoraRun {
   const Lora* lora;
   int64_t row, rows;
 };
@@ -102,23 +103,38 @@ struct Expansion {
   }
 };
 
-// The work of a shrink: `count` chunks with up to `tiles` rank tiles each.
-struct LoraChunks {
-  const LoraChunk* chunks;
-  int64_t count, tiles;
-};
-
-static inline LoraChunks cut_rows(const LoraRows& loras, int64_t m) {
-  auto* chunks = static_cast<LoraChunk*>(scratch(kScratchLoraChunks, static_cast<size_t>(m) * sizeof(LoraChunk)));
-  LoraChunks found = {chunks, 0, 0};
+// Divides the rows of a linear into runs. Returns how many there are; most_tiles: the rank tiles of the largest
+// adapter.
+static inline int64_t cut_rows(const LoraRows& loras, int64_t m, LoraRun* runs, int64_t* most_tiles) {
+  int64_t count = 0;
   for (int64_t row = 0, end; row < m; row = end) {
-    for (end = row + 1; end < m && end % kChunkRows != 0 && loras.rows[end] == loras.rows[row];) ++end;
+    for (end = row + 1; end < m && end % kRunRows != 0 && loras.rows[end] == loras.rows[row];) ++end;
     const Lora* lora = loras.of(row);
     if (lora == nullptr) continue;
-    chunks[found.count++] = {lora, row, end - row};
-    found.tiles = std::max(found.tiles, lora->a.tiles());
+    runs[count++] = {lora, row, end - row};
+    *most_tiles = std::max(*most_tiles, lora->a.tiles());
   }
-  return found;
+  return count;
+}
+
+// Shrinks the m rows of a linear: calls shrink_run(run, rank tile, shrunk, stride) for all runs and their rank tiles,
+// on each thread within around(work).
+template <typename Around, typename ShrinkRun>
+inline Expansion shrink_all(const LoraRows& loras, int64_t m, Around around, ShrinkRun shrink_run) {
+  if (loras.rows == nullptr) return {};
+  auto* runs = static_cast<LoraRun*>(scratch(kScratchLoraRuns, static_cast<size_t>(m) * sizeof(LoraRun)));
+  int64_t tiles = 0;
+  const int64_t count = cut_rows(loras, m, runs, &tiles), stride = tiles * 16;
+  if (count == 0) return {};
+  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(m * stride) * 4));
+  parallel_pieces(count * tiles, 1, [&](Pieces& pieces) {
+    around([&] {
+      for (int64_t begin, end; pieces.next(&begin, &end);)
+        for (int64_t i = begin; i < end; ++i)
+          if (i % tiles < runs[i / tiles].lora->a.tiles()) shrink_run(runs[i / tiles], i % tiles, shrunk, stride);
+    });
+  });
+  return {loras, shrunk, stride};
 }
 
 }  // namespace FD_ISA

@@ -30,7 +30,7 @@ enum ScratchSlot {
   kScratchTasks,
   kScratchTask,
   kScratchLoraRows,
-  kScratchLoraChunks,
+  kScratchLoraRuns,
   kScratchShrunk,
   kNumScratchSlots
 };

@@ -52,13 +52,13 @@ void wait_for_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<int
   }
 }
 
-// A half-open range of items, packed so that owner (front) and thieves (back) take pieces by compare-and-swap.
+// A half-open range of items, packed so that owner (front) and thieves (back) claim pieces by compare-and-swap.
 struct alignas(128) Share {
   std::atomic<uint64_t> bounds{0};
 
   static uint64_t pack(int64_t lo, int64_t hi) { return static_cast<uint64_t>(hi) << 32 | static_cast<uint64_t>(lo); }
 
-  bool take(uint32_t grain, bool from_front, int64_t* begin, int64_t* end) {
+  bool claim(uint32_t grain, bool from_front, int64_t* begin, int64_t* end) {
     uint64_t old = bounds.load(std::memory_order_acquire);
     for (;;) {
       const uint32_t lo = static_cast<uint32_t>(old), hi = static_cast<uint32_t>(old >> 32);
@@ -126,7 +126,7 @@ class Pool {
     bool next(int64_t* begin, int64_t* end) override {
       for (; distance_ < pool_.size(); ++distance_) {
         Share& share = pool_.shares_[(self_ + distance_) % pool_.size()];
-        if (share.take(pool_.grain_, distance_ == 0, begin, end)) return true;
+        if (share.claim(pool_.grain_, distance_ == 0, begin, end)) return true;
       }
       return false;
     }
@@ -134,7 +134,7 @@ class Pool {
    private:
     Pool& pool_;
     const int self_;
-    int distance_ = 0;  // to the thread whose share pieces are taken from
+    int distance_ = 0;  // to the thread whose share pieces are claimed from
   };
 
   void stop() {

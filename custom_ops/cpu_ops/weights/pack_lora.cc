@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <new>
 
-#include "kernels.h"
 #include "runtime/memory.h"
-#include "weights/elements.h"
+#include "weights/staging.h"
 
 namespace fd {
 
@@ -46,21 +46,14 @@ LoraTile tile_ranks(int64_t tile, int64_t parts, const int64_t* rows, const int6
   return {static_cast<int32_t>(first), static_cast<int32_t>(round_up(last, 2) - first), 0};
 }
 
-// Packs row `column` of b, ranks [first_rank, first_rank + rank).
-template <bool SourceBf16>
-void pack_b_row(Lora& lora, const char* row, int64_t column, int64_t first_rank, int64_t rank) {
+// Packs row `column` of b, ranks [first_rank, first_rank + rank). T: the bits of a value in the type of the adapter.
+template <typename T>
+void pack_b_row(Lora& lora, const T* row, int64_t column, int64_t first_rank, int64_t rank) {
   const LoraTile tile = lora.tiles()[column / kColumns];
   const int64_t lane = column % kColumns, first = first_rank - tile.first;
-  for (int64_t i = 0; i < rank; ++i) {
-    const int64_t j = first + i;
-    const uint32_t bits = load_float_bits<SourceBf16>(row, i);
-    if (lora.a.bf16) {
-      const int64_t at = tile.b + (j / 2 * kColumns + lane) * 2 + j % 2;
-      static_cast<uint16_t*>(lora.b())[at] = SourceBf16 ? static_cast<uint16_t>(bits >> 16) : to_bf16(bits);
-    } else {
-      static_cast<uint32_t*>(lora.b())[tile.b + j * kColumns + lane] = bits;
-    }
-  }
+  T* b = static_cast<T*>(lora.b()) + tile.b;
+  for (int64_t i = 0, j = first; i < rank; ++i, ++j)
+    b[sizeof(T) == 2 ? (j / 2 * kColumns + lane) * 2 + j % 2 : j * kColumns + lane] = row[i];
 }
 
 }  // namespace
@@ -109,10 +102,12 @@ void free_lora(Lora* lora) {
 void pack_lora(Lora& lora, const void* a, const void* b, bool source_bf16, int64_t first_row, int64_t n,
                int64_t first_rank, int64_t rank) {
   pack_rows(lora.a, a, source_bf16, first_rank, rank);
-  const char* row = static_cast<const char*>(b);
-  for (int64_t i = 0; i < n; ++i, row += rank * (source_bf16 ? 2 : 4)) {
-    source_bf16 ? pack_b_row<true>(lora, row, first_row + i, first_rank, rank)
-                : pack_b_row<false>(lora, row, first_row + i, first_rank, rank);
+  const Kind kind = source_bf16 ? Kind::kBf16 : Kind::kF32;
+  const std::unique_ptr<char[]> row(new char[static_cast<size_t>(rank * 4)]);
+  for (int64_t i = first_row; i < first_row + n; ++i, b = static_cast<const char*>(b) + rank * bytes_of(kind)) {
+    row_kernels().convert(kind, b, rank, lora.a.bf16, row.get());
+    lora.a.bf16 ? pack_b_row(lora, reinterpret_cast<const uint16_t*>(row.get()), i, first_rank, rank)
+                : pack_b_row(lora, reinterpret_cast<const uint32_t*>(row.get()), i, first_rank, rank);
   }
 }
 

@@ -47,7 +47,31 @@ void transpose(const char* in, int64_t in_stride, char* out, int64_t out_stride)
   }
 }
 
+// Words of 4 bytes.
+using Lanes = __m512i;
+Lanes load_lanes(const void* p) { return _mm512_loadu_si512(p); }
+Lanes set_lanes(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+Lanes odd_lanes(Lanes v) { return _mm512_srli_epi64(v, 32); }
+// Adds the products of even words to sums of 8 bytes.
+Lanes add_products(Lanes sums, Lanes a, Lanes b) { return _mm512_add_epi64(sums, _mm512_mul_epu32(a, b)); }
+template <bool Halves>
+Lanes larger(Lanes most, Lanes words, Lanes magnitude) {
+  words = _mm512_and_si512(words, magnitude);
+  return Halves ? _mm512_max_epu16(most, words) : _mm512_max_epu32(most, words);
+}
+
 #else
+
+using Lanes = __m256i;
+Lanes load_lanes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+Lanes set_lanes(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+Lanes odd_lanes(Lanes v) { return _mm256_srli_epi64(v, 32); }
+Lanes add_products(Lanes sums, Lanes a, Lanes b) { return _mm256_add_epi64(sums, _mm256_mul_epu32(a, b)); }
+template <bool Halves>
+Lanes larger(Lanes most, Lanes words, Lanes magnitude) {
+  words = _mm256_and_si256(words, magnitude);
+  return Halves ? _mm256_max_epu16(most, words) : _mm256_max_epu32(most, words);
+}
 
 template <bool Stream>
 void transpose_8(const char* in, int64_t in_stride, char* out, int64_t out_stride) {
@@ -81,6 +105,8 @@ void transpose(const char* in, int64_t in_stride, char* out, int64_t out_stride)
 
 #endif
 
+constexpr int64_t kLanes = sizeof(Lanes) / 4;
+
 // The sums of words at `p` with their keys, and the largest magnitude of their values.
 template <bool Bf16>
 struct Words {
@@ -107,67 +133,33 @@ struct Words {
   }
 
  private:
-#if defined(__AVX512F__)
-  // _mm512_reduce_add_epi64 of GCC adds signed numbers, and their overflow is undefined.
-  static uint64_t total(__m512i v) {
-    alignas(64) uint64_t lanes[8];
-    _mm512_store_si512(lanes, v);
+  static uint64_t total(Lanes v) {
+    alignas(64) uint64_t lanes[kLanes / 2];
+    std::memcpy(lanes, &v, sizeof(v));
     uint64_t sum = 0;
     for (const uint64_t lane : lanes) sum += lane;
     return sum;
   }
 
   int64_t add_vectors(const char* p, const uint32_t* keys0, const uint32_t* keys1, int64_t n, uint64_t* sums) {
-    const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
-    __m512i even0 = _mm512_setzero_si512(), even1 = even0, odd0 = even0, odd1 = even0, most = even0;
+    const Lanes magnitude = set_lanes(kMagnitude);
+    Lanes even0 = {}, even1 = {}, odd0 = {}, odd1 = {}, most = {};
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      const __m512i words = _mm512_loadu_si512(p + i * 4), odd = _mm512_srli_epi64(words, 32);
-      const __m512i k0 = _mm512_loadu_si512(keys0 + i), k1 = _mm512_loadu_si512(keys1 + i);
-      even0 = _mm512_add_epi64(even0, _mm512_mul_epu32(words, k0));
-      even1 = _mm512_add_epi64(even1, _mm512_mul_epu32(words, k1));
-      odd0 = _mm512_add_epi64(odd0, _mm512_mul_epu32(odd, _mm512_srli_epi64(k0, 32)));
-      odd1 = _mm512_add_epi64(odd1, _mm512_mul_epu32(odd, _mm512_srli_epi64(k1, 32)));
-      const __m512i sizes = _mm512_and_si512(words, magnitude);
-      most = Bf16 ? _mm512_max_epu16(most, sizes) : _mm512_max_epu32(most, sizes);
+    for (; i + kLanes <= n; i += kLanes) {
+      const Lanes words = load_lanes(p + i * 4), k0 = load_lanes(keys0 + i), k1 = load_lanes(keys1 + i);
+      even0 = add_products(even0, words, k0);
+      even1 = add_products(even1, words, k1);
+      odd0 = add_products(odd0, odd_lanes(words), odd_lanes(k0));
+      odd1 = add_products(odd1, odd_lanes(words), odd_lanes(k1));
+      most = larger<Bf16>(most, words, magnitude);
     }
-    sums[0] += total(_mm512_add_epi64(even0, odd0));
-    sums[1] += total(_mm512_add_epi64(even1, odd1));
-    alignas(64) uint32_t lanes[16];
-    _mm512_store_si512(lanes, most);
+    sums[0] += total(even0) + total(odd0);
+    sums[1] += total(even1) + total(odd1);
+    alignas(64) uint32_t lanes[kLanes];
+    std::memcpy(lanes, &most, sizeof(most));
     for (const uint32_t lane : lanes) see(lane);
     return i;
   }
-#else
-  static uint64_t total(__m256i v) {
-    alignas(32) uint64_t lanes[4];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), v);
-    return lanes[0] + lanes[1] + lanes[2] + lanes[3];
-  }
-
-  int64_t add_vectors(const char* p, const uint32_t* keys0, const uint32_t* keys1, int64_t n, uint64_t* sums) {
-    const auto load = [](const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); };
-    const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kMagnitude));
-    __m256i even0 = _mm256_setzero_si256(), even1 = even0, odd0 = even0, odd1 = even0, most = even0;
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-      const __m256i words = load(p + i * 4), odd = _mm256_srli_epi64(words, 32);
-      const __m256i k0 = load(keys0 + i), k1 = load(keys1 + i);
-      even0 = _mm256_add_epi64(even0, _mm256_mul_epu32(words, k0));
-      even1 = _mm256_add_epi64(even1, _mm256_mul_epu32(words, k1));
-      odd0 = _mm256_add_epi64(odd0, _mm256_mul_epu32(odd, _mm256_srli_epi64(k0, 32)));
-      odd1 = _mm256_add_epi64(odd1, _mm256_mul_epu32(odd, _mm256_srli_epi64(k1, 32)));
-      const __m256i sizes = _mm256_and_si256(words, magnitude);
-      most = Bf16 ? _mm256_max_epu16(most, sizes) : _mm256_max_epu32(most, sizes);
-    }
-    sums[0] += total(_mm256_add_epi64(even0, odd0));
-    sums[1] += total(_mm256_add_epi64(even1, odd1));
-    alignas(32) uint32_t lanes[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
-    for (const uint32_t lane : lanes) see(lane);
-    return i;
-  }
-#endif
 };
 
 template <bool Bf16>

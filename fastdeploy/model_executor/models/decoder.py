@@ -1,36 +1,18 @@
-"""Parts that decoder-only models have in common: rotary tables, the builders of blocks, and the model around them.
-
-A builder of a block knows the parameters of its block in each layer, and makes the block from their packed values. An
-architecture is a ``Decoder`` with one builder for each block of a layer. Tensor names are those of transformers.
-"""
+"""Parts that decoder-only models have in common: rotary tables, and the builders of blocks. Tensor names are those of
+transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 
 from fastdeploy.model_executor.model_config import ModelConfig
-from fastdeploy.model_executor.models.interface import ModelWeights
-from fastdeploy.model_executor.ops.interface import (
-    AdapterRows,
-    AttentionBatch,
-    AttentionBlock,
-    AttentionSpec,
-    Block,
-    DecoderLayer,
-    KVCache,
-    MlpBlock,
-    Ops,
-    PackedAdapter,
-    PackedLora,
-)
+from fastdeploy.model_executor.ops.interface import AttentionBlock, AttentionSpec, Block, MlpBlock
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
-
-EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 class Rope(NamedTuple):
@@ -50,16 +32,6 @@ def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
     """Return the tables for positions 0 to max_model_len - 1."""
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
     return Rope(paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles)))
-
-
-class BlockBuilder(Protocol):
-    """Builds one block of every layer."""
-
-    def parameters(self, layer: int) -> list[Parameter]:
-        """Return the parameters of the block in this layer, its linears in the order of ``linears`` of the block."""
-
-    def build(self, values: Mapping[str, Value], layer: int) -> Block:
-        """Make the block of this layer. values: the packed value of each parameter, by key."""
 
 
 @dataclass(frozen=True)
@@ -127,64 +99,3 @@ class Mlp:
         key = f"layers.{layer}."
         norm, gate_up, down = values[key + "post_norm"], values[key + "gate_up"], values[key + "down"]
         return MlpBlock(as_vector(norm), self.config.rms_norm_eps, as_linear(gate_up), as_linear(down))
-
-
-class Decoder:
-    """A decoder-only model: an embedding, layers of blocks, an RMSNorm and an output head. Implements ``Model``."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder]):
-        self.config, self.ops = config, ops
-        self._builders = tuple(builders)
-        self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
-        embedding, head = (
-            linear(key, {name.removesuffix(".weight"): config.vocab_size}, config.hidden_size)
-            for key, name in (("embedding", EMBEDDING), ("lm_head", LM_HEAD))
-        )
-        layers = range(config.num_hidden_layers)
-        of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
-        ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
-        self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
-        self.adaptable: tuple[Parameter, ...] = (*(one for one in of_layers if not one.is_vector), head)
-
-    def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
-        """See ``Model.assemble``."""
-        layers = tuple(
-            DecoderLayer(tuple(builder.build(values, layer) for builder in self._builders))
-            for layer in range(self.config.num_hidden_layers)
-        )
-        embedding = as_linear(values["embedding"])
-        lm_head = embedding if self.config.tie_word_embeddings else as_linear(values["lm_head"])
-        return ModelWeights(embedding, layers, as_vector(values["norm"]), lm_head, values)
-
-    def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
-        """See ``Model.assemble_adapter``."""
-        layers = tuple(
-            tuple(
-                tuple(loras.get(one.key) for one in builder.parameters(layer) if not one.is_vector)
-                for builder in self._builders
-            )
-            for layer in range(self.config.num_hidden_layers)
-        )
-        adapter = PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
-        self.ops.gather_adapter(adapter)
-        return adapter
-
-    def forward(
-        self,
-        weights: ModelWeights,
-        token_ids: np.ndarray,
-        cache: KVCache,
-        batch: AttentionBatch,
-        rows: np.ndarray,
-        between_layers: Callable[[], None] | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> paddle.Tensor:
-        """See ``Model.forward``."""
-        hidden = self.ops.embedding(token_ids, weights.embedding)
-        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters)
-
-    def logits(
-        self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None
-    ) -> paddle.Tensor:
-        """See ``Model.logits``."""
-        return self.ops.logits(hidden, weights.norm, self.config.rms_norm_eps, weights.lm_head, adapters)

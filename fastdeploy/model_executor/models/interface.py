@@ -1,8 +1,9 @@
-"""A model as loader, staging and worker see it. Every architecture of this package implements ``Model``."""
+"""A model as loader, staging and worker see it. An architecture of this package is a ``Model`` with builders of its
+blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.ops.interface import (
     AdapterRows,
     AttentionBatch,
+    Block,
     DecoderLayer,
     KVCache,
     Ops,
@@ -20,7 +22,9 @@ from fastdeploy.model_executor.ops.interface import (
     PackedLinear,
     PackedLora,
 )
-from fastdeploy.model_executor.parameters import Parameter, Value
+from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
+
+EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,19 @@ class ModelWeights:
     values: Mapping[str, Value]
 
 
-class Model(Protocol):
-    """The computation of a model, without weights.
+class BlockBuilder(Protocol):
+    """Builds one block of every layer."""
+
+    def parameters(self, layer: int) -> list[Parameter]:
+        """Return the parameters of the block in this layer, its linears in the order of ``linears`` of the block."""
+
+    def build(self, values: Mapping[str, Value], layer: int) -> Block:
+        """Make the block of this layer. values: the packed value of each parameter, by key."""
+
+
+class Model:
+    """The computation of a decoder-only model, without weights: an embedding, layers of blocks, an RMSNorm and an
+    output head. builders: one for each block of a layer.
 
     parameters: all parameters of the model. adaptable: the linears that an adapter may change. The last one is the
     output layer; if that is tied to the embedding, it is no parameter. aliases: further tensors that a checkpoint may
@@ -46,17 +61,42 @@ class Model(Protocol):
     ignores it, but a trainer that sends other values for it would expect them to serve).
     """
 
-    config: ModelConfig
-    ops: Ops
-    parameters: tuple[Parameter, ...]
-    adaptable: tuple[Parameter, ...]
-    aliases: Mapping[str, str]
+    def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder]):
+        self.config, self.ops = config, ops
+        self._builders = tuple(builders)
+        self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+        embedding, head = (
+            linear(key, {name.removesuffix(".weight"): config.vocab_size}, config.hidden_size)
+            for key, name in (("embedding", EMBEDDING), ("lm_head", LM_HEAD))
+        )
+        layers = range(config.num_hidden_layers)
+        of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
+        ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
+        self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
+        self.adaptable: tuple[Parameter, ...] = (*(one for one in of_layers if not one.is_vector), head)
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
         """Make weights from the packed value of each parameter, by key."""
+        layers = tuple(
+            DecoderLayer(tuple(builder.build(values, layer) for builder in self._builders))
+            for layer in range(self.config.num_hidden_layers)
+        )
+        embedding = as_linear(values["embedding"])
+        lm_head = embedding if self.config.tie_word_embeddings else as_linear(values["lm_head"])
+        return ModelWeights(embedding, layers, as_vector(values["norm"]), lm_head, values)
 
     def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
         """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""
+        layers = tuple(
+            tuple(
+                tuple(loras.get(one.key) for one in builder.parameters(layer) if not one.is_vector)
+                for builder in self._builders
+            )
+            for layer in range(self.config.num_hidden_layers)
+        )
+        adapter = PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
+        self.ops.gather_adapter(adapter)
+        return adapter
 
     def forward(
         self,
@@ -71,12 +111,15 @@ class Model(Protocol):
         """Compute token_ids, int32 [T]. Returns the hidden states of the token rows ``rows`` (int64, ascending),
         float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
         afterwards. between_layers, adapters: see ``Ops.decoder_layers``."""
+        hidden = self.ops.embedding(token_ids, weights.embedding)
+        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters)
 
     def logits(
         self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None
     ) -> paddle.Tensor:
         """Return logits: hidden [N, hidden_size] -> float32 [N, vocab_size]. The next call may overwrite the result.
         adapters: of the N rows."""
+        return self.ops.logits(hidden, weights.norm, self.config.rms_norm_eps, weights.lm_head, adapters)
 
 
 Config = TypeVar("Config", bound=ModelConfig)

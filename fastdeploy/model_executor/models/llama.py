@@ -17,7 +17,7 @@ from fastdeploy.model_executor.model_config import (
     refuse_rope_scaling,
     rope_settings,
 )
-from fastdeploy.model_executor.models.decoder import Attention, Decoder, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.interface import Ops
 
@@ -94,7 +94,7 @@ def build(config: LlamaConfig, ops: Ops, max_model_len: int) -> Model:
         frequencies = config.rope.scale(frequencies)
     rope = rope_tables(frequencies, max_model_len)
     attention = Attention(config, rope, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
-    return Decoder(config, ops, (attention, Mlp(config, config.mlp_bias)))
+    return Model(config, ops, (attention, Mlp(config, config.mlp_bias)))
 
 
 ARCHITECTURES = {"LlamaForCausalLM": Architecture(read_config, build)}

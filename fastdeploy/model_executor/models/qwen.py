@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import ModelConfig, flag, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, Decoder, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.interface import Ops
 
@@ -57,7 +57,7 @@ def build(config: QwenConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
     attention = Attention(config, rope, config.qkv_bias, config.o_bias, config.qk_norm)
-    return Decoder(config, ops, (attention, Mlp(config)))
+    return Model(config, ops, (attention, Mlp(config)))
 
 
 ARCHITECTURES = dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM"), Architecture(read_config, build))

@@ -1,9 +1,8 @@
 """The reference of every op in plain Paddle. The C++ ops are compared with it, and it runs where there is no compiler.
 
 All ops compute in float32. With dtype "bfloat16" weights and cached keys and values are rounded to bfloat16 once, and
-stored as float32. A matrix product has the same shape for every batch: rows are computed in tiles of ``ROWS``
-(reference_linear.py) and keys in tiles of ``KEYS`` (reference_attention.py), both padded, so that a BLAS that picks its
-kernel by shape picks the same one for every row.
+stored as float32. A matrix product has the same shape for every batch: rows are computed in tiles of ``ROWS``, and keys
+in tiles of ``KEYS``, both padded, so that a BLAS that picks its kernel by shape picks the same one for every row.
 """
 
 from __future__ import annotations
@@ -31,14 +30,17 @@ from fastdeploy.model_executor.ops.interface import (
     StageItem,
     StageResult,
 )
-from fastdeploy.model_executor.ops.reference_attention import attend, contained, rotate, slots_of
-from fastdeploy.model_executor.ops.reference_linear import (
+from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
     ReferenceLinear,
     ReferenceLora,
     ReferencePart,
+    attend,
+    contained,
     linear_in_tiles,
     lora_rows,
+    rotate,
+    slots_of,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdeploy.model_executor.rng import uniform
+from fastdeploy.worker.sampler import uniform
 
 COUNT = 1 << 16
 
