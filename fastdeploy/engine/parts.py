@@ -18,6 +18,7 @@ from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.lifecycle import RequestLifecycle
 from fastdeploy.engine.requests.retention import RetainedLog, Retention
 from fastdeploy.engine.sleep import Sleeper
+from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
@@ -66,5 +67,7 @@ class EngineParts:
         pause, clients = scopes.whole_pause, delivery.clients
         switch = self.switch = WeightSwitch(runner, scopes, scheduler, lifecycle.requests, metrics, on_commit, events)
         weights = self.weights = WeightSessions(runner, switch, pause, policy, wake, clock, timeout_s, clients, events)
+        folders = policy.upload_folders
+        self.weight_info = WeightInfo(runner, scopes.whole, switch.committed, weights, timeout_s, folders)
         self.sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
         self.gateway_lease = GatewayLease(clock, clients)

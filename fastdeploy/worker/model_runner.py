@@ -32,7 +32,7 @@ from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
 from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 
-# Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
+# Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
 LOGITS_ROWS = 64  # rows of a prompt whose logits are in memory at once
@@ -220,7 +220,7 @@ class ModelRunner:
         """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
         before = resident_memory()
         if WEIGHT in tags:
-            self._spill = written.take() if written is not None else None
+            self._spill = written.result() if written is not None else None
             self.weights = None
             self._standby.drop()
         if KV_CACHE in tags:
@@ -249,7 +249,7 @@ class ModelRunner:
             except MemoryError as error:
                 raise OutOfSpace(f"no memory for the KV cache: {error}") from error
         if WEIGHT in tags:
-            self.weights = read.take() if read is not None else None
+            self.weights = read.result() if read is not None else None
             self._spill = None
         self.asleep -= frozenset(tags)
 
@@ -283,7 +283,7 @@ class ModelRunner:
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
     ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
         """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
-        token_ids, batch, numbers = self._sequences.take(chunks)
+        token_ids, batch, numbers = self._sequences.batch(chunks)
         [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
@@ -319,7 +319,7 @@ class ModelRunner:
         """Return the logprobs that the chunk asks for, or the first row that is not finite. hidden: row ``first`` is
         that of the chunk's first token. adapters: of the rows that are asked for. Logits are computed in slices of
         rows: those of a whole prompt may be larger than the model."""
-        count, top = chunk.prompt_logprobs, self._sequences.told(chunk.sequence).sampling.prompt_logprobs or 0
+        count, top = chunk.prompt_logprobs, self._sequences.known(chunk.sequence).sampling.prompt_logprobs or 0
         targets = self._sequences.tokens[chunk.sequence, chunk.start + 1 : chunk.start + 1 + count]
         weights, found = self.weights, list[Logprob]()
         assert weights is not None

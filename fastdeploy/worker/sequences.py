@@ -36,16 +36,16 @@ class Sequences:
 
     def __init__(self, block_size: int):
         self._block_size = block_size
-        self._told: list[NewSequence | None] = []
+        self._known: list[NewSequence | None] = []
         self._num_blocks = np.zeros(0, np.int64)
         self._blocks = np.zeros((0, 1), np.int32)
         self.tokens = np.zeros((0, block_size), np.int32)
 
-    def take(self, chunks: list[ScheduledChunk]) -> Batch:
+    def batch(self, chunks: list[ScheduledChunk]) -> Batch:
         """Store what ``chunks`` tell of their sequences, and return the batch of the step."""
         for chunk in chunks:
             if chunk.new is not None or chunk.blocks:
-                self._tell(chunk)
+                self._store(chunk)
             elif chunk.token_ids:
                 self.tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
         numbers = np.array([chunk.sequence for chunk in chunks])
@@ -65,23 +65,23 @@ class Sequences:
 
     def draws(self, numbers: np.ndarray, positions: np.ndarray) -> Draws:
         """Return the sampler's input for tokens at ``positions``."""
-        return Draws([self._told[number] for number in numbers.tolist()], positions, self.tokens, numbers)
+        return Draws([self._known[number] for number in numbers.tolist()], positions, self.tokens, numbers)
 
-    def told(self, number: int) -> NewSequence:
+    def known(self, number: int) -> NewSequence:
         """Return the settings of the sequence ``number``."""
-        told = self._told[number]
-        assert told is not None, "an unknown sequence"
-        return told
+        known = self._known[number]
+        assert known is not None, "an unknown sequence"
+        return known
 
-    def _tell(self, chunk: ScheduledChunk) -> None:
+    def _store(self, chunk: ScheduledChunk) -> None:
         number = chunk.sequence
-        if number >= len(self._told):
-            self._told += [None] * (number + 1 - len(self._told))
+        if number >= len(self._known):
+            self._known += [None] * (number + 1 - len(self._known))
             self._num_blocks = _grown(self._num_blocks, (number + 1,))
         if chunk.new is not None:
-            self._told[number] = chunk.new
+            self._known[number] = chunk.new
             self._num_blocks[number] = 0
-        assert self._told[number] is not None, "a chunk of an unknown sequence"
+        assert self._known[number] is not None, "a chunk of an unknown sequence"
         at = int(self._num_blocks[number])
         end = at + len(chunk.blocks)
         self._num_blocks[number] = end

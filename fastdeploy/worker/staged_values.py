@@ -55,13 +55,13 @@ class StagedValues:
         """Return the place of a tensor, not of an alias, with its values that serve. Raises MemoryError."""
         parameter, first, rows, _ = self._places[name]
         if not parameter.is_vector:
-            self._take_current(parameter, as_linear(serving[parameter.key]))
+            self._begin_with_serving(parameter, as_linear(serving[parameter.key]))
         region = self._region(name)
         if region.vector is not None:
             [old] = unpack(self._ops, parameter, serving[parameter.key], name)
             region.vector[:] = in_dtype(old, "float32")
         elif parameter.key not in self._current:
-            self._ops.copy_rows(self.loan.take(parameter), as_linear(serving[parameter.key]), first, first + rows)
+            self._ops.copy_rows(self.loan.linear(parameter), as_linear(serving[parameter.key]), first, first + rows)
         return region
 
     def add_missed(self, name: str, item: DeltaItem) -> None:
@@ -86,11 +86,11 @@ class StagedValues:
         if is_bias or parameter.is_vector:
             vector = self._vectors.setdefault(name, np.empty(rows, np.float32))
             return Region(1, rows, vector=vector)
-        return Region(rows, parameter.columns, self.loan.take(parameter), first)
+        return Region(rows, parameter.columns, self.loan.linear(parameter), first)
 
-    def _take_current(self, parameter: Parameter, serving: PackedLinear) -> None:
+    def _begin_with_serving(self, parameter: Parameter, serving: PackedLinear) -> None:
         if parameter.key not in self.loan.written:
-            self.loan.take_current(parameter, serving)
+            self.loan.current_linear(parameter, serving)
             self._current.add(parameter.key)
 
     def _value(self, parameter: Parameter, arrived: Container[str], serving: Value | None) -> Value:
@@ -99,7 +99,7 @@ class StagedValues:
             return serving
         if parameter.is_vector:
             return paddle.to_tensor(self._vectors[parameter.weights[0]])
-        weight = self.loan.take(parameter)
+        weight = self.loan.linear(parameter)
         old = None if serving is None else as_linear(serving)
         for name in parameter.weights:
             if name not in arrived and parameter.key not in self._current:

@@ -57,24 +57,24 @@ class Loan:
         spares, written = list(self.spares.values()), list(self.written.values())
         return sum(spare.nbytes for spare in spares) + sum(weight.nbytes for weight in written)
 
-    def take(self, parameter: Parameter) -> PackedLinear:
+    def linear(self, parameter: Parameter) -> PackedLinear:
         """Return memory for new values of a linear: each time the same. The first time, its content is undefined.
         Raises MemoryError."""
-        return self._take(parameter)[0]
+        return self._written(parameter)[0]
 
-    def take_current(self, parameter: Parameter, serving: PackedLinear) -> PackedLinear:
+    def current_linear(self, parameter: Parameter, serving: PackedLinear) -> PackedLinear:
         """Return a weight to change: each time the same. The first time, it equals ``serving``, the value that serves.
         Raises MemoryError."""
         if (weight := self.written.get(parameter.key)) is not None:
             return weight
-        weight, missed = self._take(parameter)
+        weight, missed = self._written(parameter)
         if missed is None:
             self._ops.copy_rows(weight, serving, 0, serving.out_features)
         elif missed:
             self._catch_up(weight, missed, serving)
         return weight
 
-    def _take(self, parameter: Parameter) -> tuple[PackedLinear, tuple[DeltaItem, ...] | None]:
+    def _written(self, parameter: Parameter) -> tuple[PackedLinear, tuple[DeltaItem, ...] | None]:
         key = parameter.key
         if (weight := self.written.get(key)) is not None:
             return weight, None
@@ -179,7 +179,7 @@ class StandbyCopy:
                 spare = loan.spares.get(parameter.key)
                 wanted = may_make if spare is None else spare.missed or (spare.missed is None and self._expects_deltas)
                 if wanted:
-                    weight = loan.take_current(parameter, as_linear(serving[parameter.key]))
+                    weight = loan.current_linear(parameter, as_linear(serving[parameter.key]))
                     loan.spares[parameter.key] = Spare(weight, ())
                     del loan.written[parameter.key]
         finally:

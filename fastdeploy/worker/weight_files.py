@@ -50,7 +50,7 @@ class SpillMove(Generic[Copy]):
             self._check()
             self._copy = copy
 
-    def take(self) -> Copy:
+    def result(self) -> Copy:
         """Return the copy, and keep no reference to it. ``run`` must have ended."""
         copy, self._copy = self._copy, None
         assert copy is not None

@@ -210,7 +210,7 @@ async def test_a_hold_with_a_ttl_ends_on_all_by_the_gateways_clock():
         assert not any(holds(stack).values()) and not stack.control.state.holds
 
 
-async def test_every_step_of_a_call_has_one_number_on_all_members():
+async def test_every_command_of_a_call_has_one_number_on_all_members():
     """A gateway that starts takes holds from the engines with the last number only."""
     async with control_stack() as stack:
         for replica in stack.replicas:

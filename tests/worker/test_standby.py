@@ -205,7 +205,7 @@ def overwrite(weight: PackedLinear, at: int, value: float) -> DeltaItem:
 def change(copy: StandbyCopy, serving: dict[str, PackedLinear], at: int) -> dict[str, PackedLinear]:
     """Commit a delta of one value of LINEAR, and of one of its biases."""
     loan = copy.lend(for_delta=True)
-    weight = loan.take_current(LINEAR, serving["l"])
+    weight = loan.current_linear(LINEAR, serving["l"])
     assert equal(weight, serving["l"])
     item = overwrite(weight, at, at + 0.5)
     assert OPS.apply_deltas([item], np.zeros(1, np.int32))[0].problem is None
@@ -234,12 +234,12 @@ def test_a_large_delta_is_not_kept_but_the_rows_are_copied(copy):
     serving = packed(1)
     copy.refresh(serving)
     loan = copy.lend(for_delta=True)
-    new = serving | {"l": loan.take_current(LINEAR, serving["l"])}
+    new = serving | {"l": loan.current_linear(LINEAR, serving["l"])}
     payload = np.zeros(48 * 8 * 4, np.uint8)
     copy.commit(loan, serving, new, {"l": [DeltaItem(Region(48, 8, new["l"]), payload)]})
     assert copy.nbytes == sum(weight.nbytes for weight in serving.values())
     OPS.set_bias(new["l"], 3, np.ones(1, np.float32))
-    assert equal(copy.lend().take_current(LINEAR, new["l"]), new["l"])
+    assert equal(copy.lend().current_linear(LINEAR, new["l"]), new["l"])
 
 
 def test_stale_weights_are_copied_at_a_refresh_only_where_deltas_are_expected(copy, monkeypatch):
@@ -261,9 +261,9 @@ def test_only_the_last_borrower_can_return_memory(copy):
     serving = packed(1)
     copy.refresh(serving)
     first = copy.lend()
-    taken = first.take(LINEAR)
+    taken = first.linear(LINEAR)
     second = copy.lend()
-    assert second.spares == {} and second.take(LINEAR) is not taken
+    assert second.spares == {} and second.linear(LINEAR) is not taken
     copy.give_back(first)
     copy.refresh(serving)
     assert copy.nbytes == second.nbytes == serving["l"].nbytes
@@ -276,7 +276,7 @@ def test_only_the_last_borrower_can_return_memory(copy):
 
 def test_a_refresh_that_ends_after_a_sleep_brings_nothing_back(copy):
     loan = copy.lend()
-    loan.take(LINEAR)
+    loan.linear(LINEAR)
     copy.drop()
     copy.give_back(loan)
     assert copy.nbytes == 0
@@ -306,11 +306,11 @@ def test_what_a_failed_job_wrote_is_stale_and_the_rest_is_not(copy):
     serving = packed(1)
     copy.refresh(serving)
     loan = copy.lend()
-    OPS.set_bias(loan.take(LINEAR), 0, np.ones(48, np.float32))
+    OPS.set_bias(loan.linear(LINEAR), 0, np.ones(48, np.float32))
     copy.give_back(loan)
     loan = copy.lend()
     assert loan.spares["l"].missed is None and loan.spares["p"].missed == ()
-    assert all(equal(loan.take_current(p, serving[p.key]), serving[p.key]) for p in (LINEAR, PLAIN))
+    assert all(equal(loan.current_linear(p, serving[p.key]), serving[p.key]) for p in (LINEAR, PLAIN))
 
 
 def test_an_update_after_a_sleep_that_discarded_the_weights_needs_memory_for_one_set_only(make_runner, part):

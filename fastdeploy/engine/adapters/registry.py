@@ -64,8 +64,7 @@ class AdapterRegistry:
         clock: Callable[[], float],
         events: EventLog,
     ):
-        self._config = config
-        self._events = events
+        self._config, self._events = config, events
         self._scopes = scopes
         self._scheduler = scheduler
         self._lifecycle = lifecycle
@@ -83,11 +82,9 @@ class AdapterRegistry:
         self._looked_up: dict[str, ServedModel] = {}
         self._loads: dict[str, Load] = {}
         self._unloaded: dict[ServedModel, None] = {}  # which still have requests
-        self._num_loads = 0
-        self._num_names = 0
+        self._num_loads = self._num_names = 0
         self._first_expiry = math.inf  # no prepared load expires before, on the loop's clock
-        self.num_failed = 0
-        self.past_epoch = 0
+        self.num_failed = self.past_epoch = 0
 
     @property
     def busy(self) -> bool:

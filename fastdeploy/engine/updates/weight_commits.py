@@ -53,8 +53,8 @@ class WeightCommits:
         self._end = end
         self.last_commit_s = 0.0
 
-    def check_and_note(self, session: WeightSession, args: CommitUpdateArgs) -> None:
-        """Check the fields of a commit against the weights that serve, and take them over into the session. Raises an
+    def apply_fields(self, session: WeightSession, args: CommitUpdateArgs) -> None:
+        """Check the fields of a commit against the weights that serve, and set them in the session. Raises an
         error, and changes nothing then."""
         fingerprint = args.fingerprint or session.fingerprint
         weight_epoch = session.weight_epoch if args.weight_epoch is None else args.weight_epoch
@@ -77,7 +77,7 @@ class WeightCommits:
         session.advance(SessionEvent.COMMIT)
         session.answer = answer
 
-        def done(staged: Staged | None, error: FastDeployError | None, seconds: float) -> None:
+        def on_finished(staged: Staged | None, error: FastDeployError | None, seconds: float) -> None:
             session.stage_s += seconds
             if session.state is SessionState.ENDED:
                 return
@@ -87,19 +87,19 @@ class WeightCommits:
             elif prepare:
                 session.staged = staged
                 session.advance(SessionEvent.PREPARE)
-                self._tell_prepared(session)
+                self._answer_prepared(session)
             else:
                 session.advance(SessionEvent.CHECKED)
                 session.ready_at = self._clock()
                 self._swap(session, staged)
 
-        self._thread.submit(Job(session, work, done, session.timeout_s, reads))
+        self._thread.submit(Job(session, work, on_finished, session.timeout_s, reads))
 
     def end_prepared(self, session: WeightSession, prepare: bool, answer: Answer) -> None:
         """Commit a prepared session; ``swap_prepared`` follows. prepare: only renew the lease."""
         session.answer = answer
         if prepare:
-            self._tell_prepared(session)
+            self._answer_prepared(session)
         else:
             session.advance(SessionEvent.COMMIT)
             session.ready_at = self._clock()
@@ -110,7 +110,7 @@ class WeightCommits:
         assert staged is not None
         self._swap(session, staged)
 
-    def _tell_prepared(self, session: WeightSession) -> None:
+    def _answer_prepared(self, session: WeightSession) -> None:
         assert session.staged is not None
         session.renew(self._clock())
         result = {"session_id": session.id, "fingerprint": session.staged.fingerprint}
@@ -147,8 +147,8 @@ class WeightCommits:
         """Bring the standby copy up to the weights that serve, beside steps. Later parts wait for that. After a failure
         the next update takes longer."""
 
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+        def on_refreshed(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None and not isinstance(error, EngineDead | EngineError):  # those end the engine
                 log.warning("the standby copy is not up to date: %s", error)
 
-        self._thread.submit(Job(None, self._runner.refresh_standby, done, math.inf, reads=False))
+        self._thread.submit(Job(None, self._runner.refresh_standby, on_refreshed, math.inf, reads=False))

@@ -8,53 +8,50 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, UpdateInProgress, WrongOrder
 from fastdeploy.core.request import Scope
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import CommittedState
+from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Answer
-from fastdeploy.engine.staging_thread import Job, StagingThread
+from fastdeploy.engine.staging_thread import Job
+from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.messages import ExportWeightsArgs, WeightInfoArgs
 
 
 class WeightInfo:
     """Answers GET /v1/weights, and exports the weights. scope: the whole engine. committed: returns what the last
-    commit has set. thread: computes checksums and writes exports. timeout_s: seconds for that. folders: for exports,
-    the preferred one first."""
+    commit has set. sessions: their thread computes checksums and writes exports. timeout_s: seconds for that. folders:
+    for exports, the preferred one first."""
 
     def __init__(
         self,
         runner: Runner,
         scope: Scope,
         committed: Callable[[], CommittedState],
-        thread: StagingThread,
+        sessions: WeightSessions,
         timeout_s: float,
         folders: Sequence[str] = (),
     ):
         self._runner, self._scope, self._committed = runner, scope, committed
-        self._thread, self._timeout_s, self._folders = thread, timeout_s, folders
+        self._sessions, self._timeout_s, self._folders = sessions, timeout_s, folders
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the maker of a delta must know of the weights that serve."""
-        return {"fingerprint": self._runner.fingerprint, "dtype": self._runner.info.dtype}
-
-    def info(self, args: WeightInfoArgs, session: dict[str, Any] | None, answer: Answer) -> None:
-        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them. session: a
-        description of the open one."""
+    @handles(WeightInfoArgs)
+    def info(self, args: WeightInfoArgs, answer: Answer) -> None:
+        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them."""
         label = self._scope.weights_label()
-        result = {**label, **self.facts(), **self._committed()._asdict()}
+        result = {**label, "dtype": self._runner.info.dtype, **self._committed()._asdict()}
         result["standby_nbytes"] = self._runner.standby_nbytes
-        result |= {"session": session, "asleep": sorted(self._runner.asleep)}
+        result |= {"session": self._sessions.describe_session(), "asleep": sorted(self._runner.asleep)}
         if not args.checksums:
             answer(result, None)
             return
         if not self._runner.has_weights:
             raise WrongOrder("there are no checksums: the weights sleep, or are not complete")
 
-        def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
+        def on_computed(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
             if error is None and self._scope.weights_label() != label:
                 error = WrongOrder("other weights were committed while the checksums were computed: ask again")
             if error is not None or checksums is None:
@@ -62,8 +59,9 @@ class WeightInfo:
             else:
                 answer({**result, "checksums": checksums, "checksum": _over_all(checksums)}, None)
 
-        self._thread.submit(Job(None, self._runner.checksums, done, self._timeout_s, reads=False))
+        self._sessions.thread.submit(Job(None, self._runner.checksums, on_computed, self._timeout_s, reads=False))
 
+    @handles(ExportWeightsArgs)
     def export(self, args: ExportWeightsArgs, answer: Answer) -> None:
         """Write the weights that serve to a new file, beside steps, and answer with its path. Raises WrongOrder without
         complete weights. The answer is UpdateInProgress if other weights were committed meanwhile."""
@@ -80,7 +78,7 @@ class WeightInfo:
                     return path, self._runner.export(path)
             return paths[-1], self._runner.export(paths[-1])
 
-        def done(written: tuple[str, int] | None, error: FastDeployError | None, seconds: float) -> None:
+        def on_written(written: tuple[str, int] | None, error: FastDeployError | None, seconds: float) -> None:
             if written is not None and error is None and self._committed() != committed:
                 _remove(written)
                 error = UpdateInProgress("other weights were committed during the export: ask again")
@@ -91,7 +89,7 @@ class WeightInfo:
                 answer({**report, "path": written[0], "nbytes": written[1]}, None)
 
         timeout_s = self._timeout_s if args.timeout_s is None else args.timeout_s
-        self._thread.submit(Job(None, work, done, timeout_s, reads=False, discard=_remove))
+        self._sessions.thread.submit(Job(None, work, on_written, timeout_s, reads=False, discard=_remove))
 
 
 def _remove(written: tuple[str, int]) -> None:

@@ -34,7 +34,6 @@ from fastdeploy.engine.requests.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.updates.weight_checks import UpdateChecks
 from fastdeploy.engine.updates.weight_commits import REPUBLISH_HOLD, WeightCommits
-from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_session import SessionBook, SessionEvent, SessionState, WeightSession
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
@@ -74,8 +73,6 @@ class WeightSessions:
         self._clients = clients
         self._events = events
         self._thread = StagingThread(wake, clock)
-        folders = policy.upload_folders
-        self._info = WeightInfo(runner, self._scope, switch.committed, self._thread, stage_timeout_s, folders)
         self._book = SessionBook()
         self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self._thread, clock, self._end)
         self.num_failed = 0
@@ -150,7 +147,7 @@ class WeightSessions:
         check_label("version", args.version)
         check_kv(args.kv)
         check_fingerprint("fingerprint", args.fingerprint)
-        self._commits.check_and_note(session, args)
+        self._commits.apply_fields(session, args)
         if session.state is SessionState.PREPARED:
             self._commits.end_prepared(session, args.prepare, answer)
         else:
@@ -183,16 +180,6 @@ class WeightSessions:
             return {"aborted": []}
         self._end(session, SessionNotFound(f"weight session {session.id} was aborted"))
         return {"aborted": [session.id]}
-
-    @handles(m.WeightInfoArgs)
-    def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
-        """See ``WeightInfo.info``."""
-        self._info.info(args, self.describe_session(), answer)
-
-    @handles(m.ExportWeightsArgs)
-    def export(self, args: m.ExportWeightsArgs, answer: Answer) -> None:
-        """See ``WeightInfo.export``."""
-        self._info.export(args, answer)
 
     def describe_session(self) -> dict[str, Any] | None:
         """Return a description of the open session, if there is one."""
@@ -266,7 +253,8 @@ class WeightSessions:
 
     def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> WeightSession:
         timeout_s = self._check_begin(args)
-        opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **self._info.facts()}
+        facts = {"fingerprint": self._runner.fingerprint, "dtype": self._runner.info.dtype}
+        opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **facts}
         staging = self._runner.begin_update(args.partial, delta=args.base is not None)
         self._book.session = session = WeightSession(
             id=f"weights-{uuid.uuid4().hex[:12]}",
@@ -283,7 +271,7 @@ class WeightSessions:
     def _submit_part(self, session: WeightSession, args: m.UpdatePartArgs, answer: Answer) -> None:
         session.pending += 1
 
-        def done(receipt: PartReceipt | None, error: FastDeployError | None, seconds: float) -> None:
+        def on_read(receipt: PartReceipt | None, error: FastDeployError | None, seconds: float) -> None:
             session.pending -= 1
             session.stage_s += seconds
             session.renew(self._clock())
@@ -310,7 +298,7 @@ class WeightSessions:
             )
 
         work = functools.partial(session.add, session.open_staging, args)
-        self._thread.submit(Job(session, work, done, session.timeout_s, reads=args.source.may_hang))
+        self._thread.submit(Job(session, work, on_read, session.timeout_s, reads=args.source.may_hang))
 
     def _end(self, session: WeightSession, why: FastDeployError) -> None:
         """End a session without a commit. The old weights stay. A running job of the session is abandoned, because it
@@ -322,8 +310,8 @@ class WeightSessions:
         session.answer_commit(self._scope.weights_label(), why)
         staging, session.staging, session.staged = session.open_staging, None, None
 
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+        def on_freed(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
 
-        self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
+        self._thread.submit(Job(session, staging.abandon, on_freed, self._stage_timeout_s, reads=False))
