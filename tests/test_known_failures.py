@@ -89,7 +89,7 @@ also have tests with real processes in tests/e2e.
     tests/rl/test_continuation.py::test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_choice
     tests/rl/test_continuation.py::test_missing_logprobs_and_too_many_tokens_raise
 32. Session id 0 was taken for no session. The version was read when the reply arrived, not when the token was made.
-    tests/rl/test_routing.py::test_every_session_stays_on_its_replica_whatever_its_name
+    tests/rl/test_server_state.py::test_the_server_gets_the_session
     tests/rl/test_staleness.py::test_the_staleness_of_a_rollout_is_that_of_its_oldest_token
 33. A restarted engine served the weights of its start without saying so. A folder was read after its deletion.
     tests/engine/updates/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_the_next_commit

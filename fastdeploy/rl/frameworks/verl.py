@@ -4,7 +4,7 @@
     actor_rollout_ref.rollout.name: fastdeploy
     actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.frameworks.verl_checkpoint_engine
-    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    one per replica, or one for all; or
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    one per rollout replica; or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    if control has its own port
 

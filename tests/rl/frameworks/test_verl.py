@@ -1,6 +1,6 @@
 """verl's own client, server manager, load balancer and checkpoint manager, unmodified, with our replica class and
-checkpoint engine. Two rollout replicas have a real server each, or share the gateway of a fleet of two. Needs an
-environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
+checkpoint engine and two real servers, or the gateway of a fleet of two. Needs an environment with verl:
+FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
 
 from __future__ import annotations
 

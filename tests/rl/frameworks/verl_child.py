@@ -57,7 +57,7 @@ def config(model: str, urls: list[str]) -> DictConfig:
     rollout = {
         "name": "fastdeploy",
         "nnodes": 1,
-        "n_gpus_per_node": 2,  # so many rollout replicas
+        "n_gpus_per_node": len(urls),
         "tensor_model_parallel_size": 1,
         "prompt_length": 64,
         "response_length": 400,
