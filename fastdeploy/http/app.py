@@ -22,8 +22,7 @@ from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import VERSION
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
-from fastdeploy.http.control.health import health_router
-from fastdeploy.http.control.pause import control_router
+from fastdeploy.http.control.operation import control_router, health_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal import areal_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
