@@ -110,15 +110,6 @@ class ReferenceOps:
         if target.bias is not None and source.bias is not None:
             target.bias[first:last] = source.bias[first:last]
 
-    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray:
-        """See ``reference_staging.Rows``."""
-        return self.unpack_linear(weight, first, last)
-
-    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None:
-        """See ``reference_staging.Rows``."""
-        assert isinstance(weight, ReferenceLinear)
-        weight.weight[first : first + len(rows)] = paddle.to_tensor(to_float32(rows))
-
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         assert isinstance(weight, ReferenceLinear)
         rows = np.array(weight.weight[first:last].numpy())

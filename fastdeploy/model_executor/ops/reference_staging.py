@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import paddle
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import ZERO, change, fingerprint
-from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.reference_tiles import ReferenceLinear
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
-class Rows(Protocol):
-    """The access to packed weights that staging needs. Rows are in the dtype of the ops, bfloat16 as uint16 bits."""
-
-    dtype: str
-
-    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray: ...
-
-    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None: ...
-
-
-def stage(packed: Rows, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+def stage(ops: Ops, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
     """See ``Ops.stage``."""
-    return [_stage(packed, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+    return [_stage(ops, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
 
 
-def apply_deltas(packed: Rows, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+def apply_deltas(ops: Ops, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
     """See ``Ops.apply_deltas``."""
-    return [_apply(packed, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+    return [_apply(ops, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
 
 
-def _stage(packed: Rows, item: StageItem) -> StageResult:
+def _stage(ops: Ops, item: StageItem) -> StageResult:
     region, kind = item.region, DTYPES[item.dtype]
     nbytes = region.rows * region.columns * kind.itemsize
     if item.memory is not None:
@@ -48,16 +40,16 @@ def _stage(packed: Rows, item: StageItem) -> StageResult:
     if len(raw) < nbytes:
         return StageResult(ZERO, Problem.CUT_SHORT)
     source = np.frombuffer(raw, kind)
-    values = _in_dtype(source, packed.dtype)
+    values = _in_dtype(source, ops.dtype)
     if not _finite(values):
         return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
-    _write(packed, region, values)
+    _write(region, values)
     return StageResult(fingerprint(values))
 
 
-def _apply(packed: Rows, item: DeltaItem) -> StageResult:
+def _apply(ops: Ops, item: DeltaItem) -> StageResult:
     region = item.region
-    old = _read(packed, region)
+    old = _read(ops, region)
     try:
         index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
     except ValueError:
@@ -67,23 +59,25 @@ def _apply(packed: Rows, item: DeltaItem) -> StageResult:
         return StageResult(ZERO, Problem.NOT_FINITE)
     new = old.copy()
     new[index] = values
-    _write(packed, region, new)
+    _write(region, new)
     return StageResult(change(index, old[index], values))
 
 
-def _read(packed: Rows, region: Region) -> np.ndarray:
+def _read(ops: Ops, region: Region) -> np.ndarray:
     """Return the values of a region, flat, in the dtype of the ops."""
     if region.vector is not None:
-        return _in_dtype(region.vector.copy(), packed.dtype)
+        return _in_dtype(region.vector.copy(), ops.dtype)
     assert region.linear is not None
-    return packed.read_rows(region.linear, region.first_row, region.first_row + region.rows).reshape(-1)
+    return ops.unpack_linear(region.linear, region.first_row, region.first_row + region.rows).reshape(-1)
 
 
-def _write(packed: Rows, region: Region, values: np.ndarray) -> None:
+def _write(region: Region, values: np.ndarray) -> None:
     if region.vector is not None:
         region.vector[:] = _widened(values)
     elif region.linear is not None:
-        packed.write_rows(region.linear, region.first_row, values.reshape(region.rows, region.columns))
+        assert isinstance(region.linear, ReferenceLinear)
+        rows = _widened(values).reshape(region.rows, region.columns)
+        region.linear.weight[region.first_row : region.first_row + region.rows] = paddle.to_tensor(rows)
 
 
 def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
