@@ -23,10 +23,10 @@ from fastdeploy.rl.state_transfer import (
     Tensors,
     WholeTensors,
     delta_parts,
+    split_pairs,
     split_state,
-    split_stream,
 )
-from fastdeploy.rl.uploads import Means, PartCall, PartCalls
+from fastdeploy.rl.uploads import PartCall, PartCalls, SendOptions
 
 CONFIRM_S = 30.0  # limit of each call that begins, commits or aborts a session, or asks what is served
 # A delta is sent if its bytes are less than this share of the whole: servers take whole tensors faster than changes.
@@ -75,7 +75,7 @@ class Publisher:
         self,
         state: Mapping[str, Any] | NamedTensors,
         delta: str,
-        means: Means,
+        sending: SendOptions,
         options: Mapping[str, Any],
         deadline_s: float,
     ) -> Publication:
@@ -86,36 +86,36 @@ class Publisher:
             raise InvalidField("delta", f"expected auto or never, got {delta!r}")
         async with self._lock:
             if not isinstance(state, Mapping):
-                return await self._publish_stream(state, means, options, deadline_s)
+                return await self._publish_pairs(state, sending, options, deadline_s)
             if not state:
                 raise InvalidField("state", "expected at least one tensor")
             tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
             require_served(tensors)
             if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, _is_partial(options)):
                 difference = await asyncio.to_thread(self._snapshot.difference, tensors)
-                return await self._publish_difference(tensors, self._snapshot, difference, means, options, deadline_s)
-            return await self._publish_whole(tensors, delta == "auto", means, options, deadline_s)
+                return await self._publish_difference(tensors, self._snapshot, difference, sending, options, deadline_s)
+            return await self._publish_whole(tensors, delta == "auto", sending, options, deadline_s)
 
-    async def _publish_stream(
-        self, pairs: NamedTensors, means: Means, options: Mapping[str, Any], deadline_s: float
+    async def _publish_pairs(
+        self, pairs: NamedTensors, sending: SendOptions, options: Mapping[str, Any], deadline_s: float
     ) -> Publication:
-        if means.via == "folder":
+        if sending.via == "folder":
             raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
         self._snapshot = None
         async with self._staging(options, deadline_s) as session:
             whole = WholeTensors(session.dtype, {})
-            await session.stage_all(means.calls(whole.parts(split_stream(pairs, means.part_bytes))), deadline_s)
+            await session.stage_all(sending.calls(whole.parts(split_pairs(pairs, sending.part_bytes))), deadline_s)
         return await self._commit(session, lambda served: _is_partial(options) or whole.are_all_of(served))
 
     async def _publish_whole(
-        self, tensors: Tensors, keeps: bool, means: Means, options: Mapping[str, Any], deadline_s: float
+        self, tensors: Tensors, keeps: bool, sending: SendOptions, options: Mapping[str, Any], deadline_s: float
     ) -> Publication:
         """Publish all tensors. keeps: make a snapshot of them while they are sent."""
         is_partial, self._snapshot = _is_partial(options), None
         keeps = keeps and not is_partial
         async with self._staging(options, deadline_s) as session:
             whole = WholeTensors(session.dtype, {}, keeps)
-            await session.stage_all(means.calls(whole.parts(split_state(tensors, means))), deadline_s)
+            await session.stage_all(sending.calls(whole.parts(split_state(tensors, sending))), deadline_s)
 
         def settle(served: str) -> bool:
             is_right = is_partial or whole.are_all_of(served)
@@ -130,7 +130,7 @@ class Publisher:
         tensors: Tensors,
         last: Snapshot,
         difference: Difference,
-        means: Means,
+        sending: SendOptions,
         options: Mapping[str, Any],
         deadline_s: float,
     ) -> Publication:
@@ -141,10 +141,10 @@ class Publisher:
             async with self._staging(options, deadline_s, last.fingerprint if is_small else None) as session:
                 is_known = session.dtype == last.dtype
                 whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
-                parts = whole.parts(split_state(tensors, means))
+                parts = whole.parts(split_state(tensors, sending))
                 if session.is_delta:
-                    parts = delta_parts(tensors, difference, whole, means)
-                await session.stage_all(means.calls(parts), deadline_s)
+                    parts = delta_parts(tensors, difference, whole, sending)
+                await session.stage_all(sending.calls(parts), deadline_s)
 
             def settle(served: str) -> bool:
                 if not is_known:

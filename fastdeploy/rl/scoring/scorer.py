@@ -100,9 +100,9 @@ class EngineForward:
         NonFiniteLogits."""
         found = np.empty(sum(sample.output for sample in samples), np.float32)
         for batch in self._batches(samples):
-            plan = _BatchPlan(batch)
+            layout = _BatchLayout(batch)
             hidden = self._model.forward(
-                weights, plan.token_ids, self._cache_for(plan.num_blocks), plan.attention, plan.scored_rows
+                weights, layout.token_ids, self._cache_for(layout.num_blocks), layout.attention, layout.scored_rows
             )
             targets = np.concatenate([sample.ids[sample.prompt :] for sample in batch])
             places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
@@ -150,7 +150,7 @@ class EngineForward:
         return self._cache
 
 
-class _BatchPlan:
+class _BatchLayout:
     """The rows and blocks of one batch. A prompt of several samples is a sequence of its own, up to its last whole
     block that does not hold the last token; each sample continues it. The keys and values of a whole step are written
     before any row attends to them, so the samples need no later step.
