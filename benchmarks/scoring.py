@@ -25,9 +25,8 @@ from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.rl.scoring.backward import Backward, micro_batches, padded, without_strides
 from fastdeploy.rl.scoring.decoder import Decoder, Leaf, leaf_of
-from fastdeploy.rl.scoring.forward import EngineForward
 from fastdeploy.rl.scoring.samples import Sample, checked_samples
-from fastdeploy.rl.scoring.weights import Packer, read_parameters
+from fastdeploy.rl.scoring.scorer import EngineForward, Packer, read_parameters
 
 MAX_TOKENS, DTYPE = 1024, "bfloat16"
 PROMPT, SHORTEST, LONGEST = 20, 60, 300  # tokens of a prompt and of an output

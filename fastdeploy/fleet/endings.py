@@ -22,7 +22,7 @@ class Ended:
     tokens: int = 0
 
 
-class Ending:
+class EndingCall:
     """A control call that ends requests. Each of these knows it from the turn of the event loop in which the call is
     sent. The engines end what runs there; an unload lets it finish. What is at no replica ends in the gateway. So does
     what loses its replica from then on, as nobody knows whether the engine has ended it.

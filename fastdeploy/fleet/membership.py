@@ -295,7 +295,7 @@ class Membership:
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, without a call of this gateway. Learn
         their fingerprint, if it is not known."""
-        state, replica.seen_revision = self.state, revision
+        state = self.state
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
         if replica.weight_epoch != state.weight_epoch:

@@ -19,7 +19,7 @@ from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest, part_id
-from fastdeploy.fleet.endings import Ending
+from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Route, Seen
 from fastdeploy.inter_communicator.messages import Output
@@ -121,7 +121,7 @@ class Relay:
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]
         self.began = asyncio.get_running_loop().time()
         self.num_losses = 0
-        self.endings: list[Ending] = []
+        self.endings: list[EndingCall] = []
         self._vain_losses = [(0, 0)] * request.n  # by choice: losses since its last token, and tokens at the last one
         self.parts: set[RequestPart] = set()
         self.attempts: set[Attempt] = set()
@@ -242,7 +242,7 @@ class Relay:
             self._end_as_asked(choices)
 
     @property
-    def _endings_in_force(self) -> list[Ending]:
+    def _endings_in_force(self) -> list[EndingCall]:
         return [ending for ending in self.endings if not ending.failed]
 
     def _end_as_asked(self, choices: Sequence[int]) -> None:

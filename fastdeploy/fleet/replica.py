@@ -95,7 +95,6 @@ class Replica:
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}
-        self.seen_revision = -1
         self.drains = False
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there
