@@ -1,6 +1,7 @@
 """Sources of new weights, which of them are allowed, and the form and the label of what they bring.
 
-A new kind of source is a class here, and a member of ``Source``.
+A new kind of source is a class here, a member of ``Source``, a field of the body that names it
+(http/control/protocol.py), and a way to open it (model_executor/safetensors_source.py).
 """
 
 from __future__ import annotations
