@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 class BlockPool:
-    """Reference-counted block ids 0 .. num_blocks-1.
+    """The blocks of the KV cache, by their ids 0 .. num_blocks-1, with the number of references to each.
 
     A free block may still hold content that ``PrefixIndex`` can find. Blocks without such content are taken first,
     then the least recently released ones. ``on_evict(block)`` is called for each block taken.

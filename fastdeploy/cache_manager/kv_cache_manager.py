@@ -13,14 +13,15 @@ from fastdeploy.core.request import Request
 
 
 class KVGrant(NamedTuple):
-    """Result of an admission. hit_tokens: tokens that need no computing. copy: runs before the next step computes."""
+    """The blocks that a request has got to enter the batch. hit_tokens: tokens whose KV is there already. copy: a copy
+    of one block that runs before the next step computes; None = no copy."""
 
     hit_tokens: int
     copy: BlockCopy | None
 
 
 class KVCacheManager:
-    """Owns the block pool and the prefix index.
+    """The owner of the block pool and of the prefix index.
 
     Blocks are matched and published per cache_salt, in the KV namespace of the weights that serve the request's
     model. Blocks of a request with ``kv_mixed`` are not published.

@@ -12,8 +12,9 @@ from typing import Any
 
 
 class Node:
-    """A block in the trie. tokens: in the first slots of ``block``; fewer than block_size only where a prompt ended or
-    a request ended. Such a node has no children. attached: False once no root leads to the node any more."""
+    """A block in the trie. tokens: those whose KV is in the first slots of ``block``. They are fewer than block_size
+    only at the end of a prompt or of a request; such a node has no children. attached: False once no root leads to the
+    node any more."""
 
     __slots__ = ("attached", "block", "children", "parent", "tokens")
 
@@ -26,6 +27,8 @@ class Node:
 
 
 class Root(Node):
+    """The root of one namespace. It has no block."""
+
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Hashable):
