@@ -20,12 +20,11 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.rl.adapters import Adapters
 from fastdeploy.rl.connection import Connection
 from fastdeploy.rl.continuation import RolloutRequest
 from fastdeploy.rl.generate import RolloutGenerator
 from fastdeploy.rl.holds import TTL_S, Hold, Holds, new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import Publication, Publisher
+from fastdeploy.rl.publish import Adapters, Publication, Publisher
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import OnStale, is_fresh_enough
