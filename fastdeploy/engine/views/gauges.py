@@ -82,8 +82,8 @@ def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:
 
 
 class NonFiniteWatch:
-    """Counts rows that are not finite. Logs a warning if the first step that samples with new weights has such a row:
-    the training has probably diverged."""
+    """A count of the rows of logits that are not finite. If the first step that samples with new weights has such a
+    row, the training has probably diverged, and the log gets a warning."""
 
     def __init__(self, metrics: EngineMetrics):
         self._metrics = metrics
