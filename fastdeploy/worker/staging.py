@@ -1,5 +1,5 @@
-"""Staging of new weights: start-up, full and partial updates, and deltas, in one part or many. And the checks of the
-names and fingerprints of the tensors that have arrived."""
+"""Staging of new weights: start-up, full and partial updates, and deltas, in one part or many. The checks of the names
+and fingerprints of the tensors that have arrived. And the staging of adapters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import paddle
 
+from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
-from fastdeploy.core.runner import PartReceipt, Staged
+from fastdeploy.core.runner import AdapterInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
+from fastdeploy.model_executor.lora import read_adapter
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import DeltaItem, StageItem
+from fastdeploy.model_executor.ops.interface import DeltaItem, PackedAdapter, StageItem
 from fastdeploy.model_executor.parameters import Value, as_bytes
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source, refuse_tensor
 from fastdeploy.worker.part_reading import (
@@ -243,3 +246,25 @@ class WeightStaging:
         loan = self._guard.borrow()
         self._values = values = self._values or StagedValues(self._model, loan)
         return values
+
+
+class AdapterStaging:
+    """Implements ``AdapterStaging`` (core/runner.py). max_rank: the largest rank that is accepted."""
+
+    def __init__(self, model: Model, max_rank: int):
+        self._model, self._max_rank = model, max_rank
+        self._packed: PackedAdapter | None = None
+
+    def read(self, path: str) -> AdapterInfo:
+        """See ``AdapterStaging.read``."""
+        try:
+            with paddle.no_grad():
+                self._packed, rank, fingerprint = read_adapter(path, self._model, self._max_rank)
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory for the adapter: {error}") from error
+        return AdapterInfo(rank, self._packed.nbytes, fingerprint)
+
+    def finish(self) -> PackedAdapter:
+        """See ``AdapterStaging.finish``. Returns the argument of ``ModelRunner.commit_adapter``."""
+        assert self._packed is not None, "nothing was read"
+        return self._packed
