@@ -40,8 +40,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 
 class Inbox:
-    """Messages in the order they came. Used by the loop's thread only. may_pause(client): whether the engine takes
-    pauses of this client.
+    """The messages that wait, in the order in which they came. Used by the loop's thread only. may_pause(client):
+    whether the engine takes pauses of this client.
 
     After an abandoned step, the next step is always completed. So frequent pauses cannot stop all progress.
     """

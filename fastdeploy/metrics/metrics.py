@@ -129,8 +129,8 @@ class EngineMetrics:
 
 
 class NonFiniteWatch:
-    """Counts rows that are not finite. Logs a warning if the first step that samples with new weights has such a row:
-    the training has probably diverged."""
+    """A count of the rows of logits that are not finite. If the first step that samples with new weights has such a
+    row, the training has probably diverged, and the log gets a warning."""
 
     def __init__(self, metrics: EngineMetrics):
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""The model of one rank: executes step plans, and exchanges weights between them."""
+"""The model runner: executes the plans of steps, and exchanges the weights between two steps."""
 
 from __future__ import annotations
 

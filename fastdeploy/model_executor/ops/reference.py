@@ -57,7 +57,7 @@ def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ReferenceKVCache:
-    """Two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
+    """The KV cache of the reference ops: two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
 
     keys: list[paddle.Tensor]
     values: list[paddle.Tensor]

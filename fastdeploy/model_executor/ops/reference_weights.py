@@ -19,7 +19,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2
 
 @dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
 class ReferenceLinear:
-    """``weight`` is float32 [out_features, in_features]."""
+    """A packed linear of the reference ops. ``weight`` is float32 [out_features, in_features]."""
 
     weight: paddle.Tensor
     bias: paddle.Tensor | None
@@ -39,7 +39,7 @@ class ReferencePart(NamedTuple):
 
 @dataclass
 class ReferenceLora:
-    """``parts``: those projections of a linear that have an adapter."""
+    """The packed adapter of one linear. ``parts``: those projections of the linear that have an adapter."""
 
     parts: list[ReferencePart]
     out_features: int
