@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Measure log probabilities with gradients (fastdeploy.rl.scoring), beside the same model in plain Paddle:
 
-    python -m benchmarks.scoring [--model PATH] [--dtype bfloat16] [--groups 4] [--samples 8] [--tokens 60,300]
+    python -m benchmarks.scoring [--model PATH] [--groups 4] [--samples 8]
 
-The samples are random: ``--groups`` prompts, ``--samples`` outputs for each, of ``--tokens`` tokens (shortest,
-longest). Plain Paddle scores the same padded micro-batches as the backward pass of the scorer. Both ways alternate, and
-each round gives one ratio. CPU time is that of all threads of this process; other programs change it little.
+The samples are random: ``--groups`` prompts, ``--samples`` outputs for each, of 60 to 300 tokens. Plain Paddle scores
+the same padded micro-batches as the backward pass of the scorer. Both ways alternate, and each round gives one ratio.
+CPU time is that of all threads of this process; other programs change it little.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.rl.scoring.backward import Backward, micro_batches, padded, without_strides
 from fastdeploy.rl.scoring.decoder import Decoder, Leaf, leaf_of
-from fastdeploy.rl.scoring.forward import EngineForward
 from fastdeploy.rl.scoring.samples import Sample, checked_samples
-from fastdeploy.rl.scoring.weights import Packer, read_parameters
+from fastdeploy.rl.scoring.scorer import EngineForward, Packer, read_parameters
 
-MAX_TOKENS = 1024
+MAX_TOKENS, DTYPE = 1024, "bfloat16"
+PROMPT, SHORTEST, LONGEST = 20, 60, 300  # tokens of a prompt and of an output
 
 
 def random_samples(options: argparse.Namespace, vocab_size: int) -> list[Sample]:
     """Return the samples to score."""
     rng = np.random.default_rng(0)
-    shortest, longest = map(int, options.tokens.split(","))
     pairs = []
     for _ in range(options.groups):
-        prompt = rng.integers(0, vocab_size, options.prompt)
-        counts = rng.integers(shortest, longest + 1, options.samples)
+        prompt = rng.integers(0, vocab_size, PROMPT)
+        counts = rng.integers(SHORTEST, LONGEST + 1, options.samples)
         pairs += [(prompt, rng.integers(0, vocab_size, count)) for count in counts]
-    return checked_samples(pairs, vocab_size, options.prompt + longest)
+    return checked_samples(pairs, vocab_size, PROMPT + LONGEST)
 
 
 def plain_forward(model: Model, decoder: Decoder, leaves: dict[str, Leaf], samples: list[Sample]) -> np.ndarray:
@@ -71,15 +70,12 @@ def measured(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(MODEL_DIR))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=20, help="tokens of a prompt")
-    parser.add_argument("--tokens", default="60,300", help="tokens of an output: shortest, longest")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     config = load_config(options.model)
-    model = build_model(config, get_ops(options.dtype), config.max_position_embeddings)
+    model = build_model(config, get_ops(DTYPE), config.max_position_embeddings)
     snapshot = Packer(model).snapshot(read_parameters(options.model, model))
     samples = random_samples(options, config.vocab_size)
     decoder = Decoder(model, snapshot.packed)
@@ -105,7 +101,7 @@ def main() -> None:
     }
     times = measured(ways, options.rounds)
     tokens = sum(len(sample.ids) for sample in samples)
-    print(f"{options.model}, {options.dtype}: {len(samples)} samples, {tokens} tokens. ms per 10,000 tokens:")
+    print(f"{options.model}, {DTYPE}: {len(samples)} samples, {tokens} tokens. ms per 10,000 tokens:")
     for name, rounds in times.items():
         wall, cpu = (median(column) / tokens * 1e7 for column in zip(*rounds, strict=True))
         print(f"  {name:36s} {wall:8.0f} wall {cpu:8.0f} CPU")

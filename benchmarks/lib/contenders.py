@@ -15,6 +15,7 @@ from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
 from benchmarks.lib.processes import ServerProcess, cpu_seconds, send_all
 
+READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0
 ENDING_S = 2.0  # limit of the wait for the end of a server whose connections have broken
 IDLE_CORES = 0.05  # a server that uses more of a core is not idle

@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from acceptance.lib.chaos.answers import number_of
-from acceptance.lib.chaos.load import Load
+from acceptance.lib.chaos.load import Load, number_of
 from acceptance.lib.chaos.witness import Witness
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import FakeEngines

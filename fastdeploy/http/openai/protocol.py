@@ -132,7 +132,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """``content`` is text, or a list of text parts. Further fields go to the template."""
+    """A message of a chat. ``content`` is text, or a list of text parts. Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
     role: str

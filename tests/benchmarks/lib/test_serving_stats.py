@@ -28,12 +28,6 @@ def test_chunks_of_several_tokens_count_all_of_them():
     assert stats.tpot.mean == pytest.approx(1.0 / 7)
 
 
-def test_without_ids_usage_counts():
-    log = stream(0.0, [1.0, 2.0], ids=0)
-    log.usage_tokens = 11
-    assert summarize([log]).output_tokens == 11
-
-
 def test_failed_requests_are_counted_and_enter_no_figure():
     bad = StreamLog("r", 0.0, 429, error="queue full")
     half = stream(0.0, [0.5, 0.6])

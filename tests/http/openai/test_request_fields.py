@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec.inspect
 import numpy as np
 import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import AddRequest, RequestFields, part_id
-from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.sampling_params import SamplingParams, check_limits
 from fastdeploy.http.body import given_fields, parse_body
 from fastdeploy.http.dialects.sglang.generate_body import SamplingBody
 from fastdeploy.http.dialects.vllm.generate import parse_generate
@@ -95,6 +97,17 @@ def test_sampling_parameters_are_checked_as_they_are_declared(name):
         with pytest.raises(InvalidField, match="expected ") as info:
             SamplingParams(**{name: value}).check()
         assert info.value.field == name
+
+
+class WithBias(msgspec.Struct):
+    bias: dict[Annotated[int, msgspec.Meta(ge=0)], float]
+
+
+@pytest.mark.parametrize("bias", [{-1: 0.5}, {1: "much"}])
+def test_a_wrong_key_or_value_of_an_object_names_the_field(bias):
+    with pytest.raises(InvalidField, match="bias: expected ") as info:
+        check_limits(WithBias(bias), WithBias)
+    assert info.value.field == "bias"
 
 
 def test_numbers_of_numpy_are_numbers():
