@@ -17,7 +17,7 @@ from fastdeploy.core.request import Request
 
 
 class BlockPool:
-    """Reference-counted block ids 0 .. num_blocks-1.
+    """The blocks of the KV cache, by their ids 0 .. num_blocks-1, with the number of references to each.
 
     A free block may still hold content that ``PrefixIndex`` can find. Blocks without such content are taken first,
     then the least recently released ones. ``on_evict(block)`` is called for each block taken.
@@ -64,8 +64,9 @@ class BlockPool:
 
 
 class Node:
-    """A block in the trie. tokens: in the first slots of ``block``; fewer than block_size only where a prompt ended or
-    a request ended. Such a node has no children. attached: False once no root leads to the node any more."""
+    """A block in the trie. tokens: those whose KV is in the first slots of ``block``. They are fewer than block_size
+    only at the end of a prompt or of a request; such a node has no children. attached: False once no root leads to the
+    node any more."""
 
     __slots__ = ("attached", "block", "children", "parent", "tokens")
 
@@ -78,6 +79,8 @@ class Node:
 
 
 class Root(Node):
+    """The root of one namespace. It has no block."""
+
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Hashable):
@@ -176,14 +179,15 @@ def _longest_match(node: Node, tokens: tuple[int, ...]) -> Node | None:
 
 
 class KVGrant(NamedTuple):
-    """Result of an admission. hit_tokens: tokens that need no computing. copy: runs before the next step computes."""
+    """The blocks that a request has got to enter the batch. hit_tokens: tokens whose KV is there already. copy: a copy
+    of one block that runs before the next step computes; None = no copy."""
 
     hit_tokens: int
     copy: BlockCopy | None
 
 
 class KVCacheManager:
-    """Owns the block pool and the prefix index.
+    """The owner of the block pool and of the prefix index.
 
     Blocks are matched and published per cache_salt, in the KV namespace of the weights that serve the request's
     model. Blocks of a request with ``kv_mixed`` are not published.

@@ -38,8 +38,8 @@ class ChoiceDelta(NamedTuple):
 
 
 class Choice:
-    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer, or without ``TextOptions.detokenize``,
-    the text stays empty.
+    """A choice that grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer, or without
+    ``TextOptions.detokenize``, the text stays empty.
 
     resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text includes their text,
     since a stop string or a character may begin there; ids, logprobs and spans leave them out.

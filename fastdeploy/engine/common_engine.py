@@ -30,18 +30,18 @@ from fastdeploy.engine.parts import EngineParts
 from fastdeploy.engine.pauses.holds import closes_whole_engine
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
-from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers, fleet_state
+from fastdeploy.engine.views.viewers import Viewers, add_gauges, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
+from fastdeploy.metrics.metrics import NonFiniteWatch
 
 log = logging.getLogger("fastdeploy.engine")
 
 
 class Inbox:
-    """Messages in the order they came. Used by the loop's thread only. may_pause(client): whether the engine takes
-    pauses of this client.
+    """The messages that wait, in the order in which they came. Used by the loop's thread only. may_pause(client):
+    whether the engine takes pauses of this client.
 
     After an abandoned step, the next step is always completed. So frequent pauses cannot stop all progress.
     """

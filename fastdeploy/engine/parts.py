@@ -28,8 +28,8 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class EngineParts:
-    """The parts of one engine, from those that know least to those that know most. For the arguments see
-    CommonEngine."""
+    """The parts of one engine. They are made in this order because each is given some of those before it. For the
+    arguments see CommonEngine."""
 
     def __init__(
         self,

@@ -32,8 +32,9 @@ JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Membership:
-    """Follows the launcher, leads every replica, and lets it join. changed: called after each change of the members.
-    connector: makes the connector to a replica's engine. state: of the fleet. hosts: of replicas elsewhere."""
+    """The replicas of one gateway: it follows the launcher, leads every replica, and lets it join. changed: called
+    after each change of the members. connector: makes the connector to a replica's engine. state: of the fleet. hosts:
+    of replicas elsewhere."""
 
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, changed: Callable[[], None]):
         self._config = config

@@ -39,8 +39,9 @@ class Publication:
     """Weights that the server has committed.
 
     number: counts this client's publications from 1. version: the label (without a given version, the server makes one
-    of its weight_epoch). report: of the commit. tensors, nbytes: sent. full_nbytes: of the whole. changed_values:
-    values that differ from the last publication. Both are None if not known. is_delta: only these were sent."""
+    of its weight_epoch). report: of the commit. tensors, nbytes: of what was sent. full_nbytes: of the whole state.
+    changed_values: how many values differ from the last publication. These two are None if not known. is_delta: only
+    the changed values were sent."""
 
     number: int
     version: str

@@ -57,9 +57,9 @@ PartCalls = AsyncGenerator[PartCall, None]
 
 @dataclass(frozen=True)
 class SendOptions:
-    """The way in which parts are sent. is_local: to a server on this host. via: auto, upload, shared_memory or folder.
-    folder: for the last of these. part_bytes: of one part, unless one tensor is larger. compression of deltas: auto,
-    none or zstd."""
+    """Options of sending tensors. is_local: the server is on this host. via: auto, upload, shared_memory or folder.
+    folder: where the folder of each part is made, for via "folder". part_bytes: limit of one part, unless one tensor is
+    larger. compression: of deltas, which is auto, none or zstd."""
 
     is_local: bool
     via: str

@@ -15,7 +15,7 @@ Entry = tuple[tuple[float, ...], int, int, Request]
 
 
 class Gate(Enum):
-    """Requests of a scope that may be scheduled. The scope's pause state sets the gate."""
+    """The answer to the question which requests of a scope may be scheduled. The scope's pause state sets it."""
 
     OPEN = "open"
     STARTED_ONLY = "started_only"  # those whose group has produced a token
@@ -55,9 +55,10 @@ class _Line:
 
 
 class WaitingQueue:
-    """Four lines, each ordered by ``request.order``. Started requests, whose group has produced a token (preempted
-    requests, and siblings of a running choice), have lines of their own, because a pause that drains admits only these.
-    Requests that need an adapter have lines of their own, because they may have to wait for room.
+    """The requests that wait, in four lines, each ordered by ``request.order``. Started requests, whose group has
+    produced a token (preempted requests, and siblings of a running choice), have lines of their own, because a pause
+    that drains admits only these. Requests that need an adapter have lines of their own, because they may have to wait
+    for room.
 
     Two kinds of requests are in no line, so that they do not block others. A request that the gate of its own scope
     does not admit is parked. A request whose adapter is being read is set aside until the adapter is there. The gate of

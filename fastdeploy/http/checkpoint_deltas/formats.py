@@ -60,7 +60,7 @@ class Metadata(msgspec.Struct):
 
 
 class Index(msgspec.Struct):
-    """model.safetensors.index.json."""
+    """The content of model.safetensors.index.json."""
 
     metadata: dict[str, Any] = {}
     weight_map: dict[str, str] = {}
@@ -77,7 +77,7 @@ class Record(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """manifest.json."""
+    """The content of SkyRL's manifest.json."""
 
     version: int
     base_version: int
