@@ -93,7 +93,8 @@ def run(
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
             write_json(args, to_json(running.contenders, done, shape))
         for contender in running.contenders:
-            printer.say(contender.idle_description)
+            if contender.frozen:
+                printer.say(f"{contender.engine.name} never rests: stopped while others are measured")
     rows = [row for compared in done for row in compared.rows(shape)]
     printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
     printer.say(machine_line([found for compared in done for found in compared.probes]))
@@ -104,8 +105,7 @@ def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], sha
     return {
         "step_bytes": shape.step_bytes,
         "engines": {
-            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "rest_s": c.rest_s, "frozen": c.frozen}
-            for c in contenders
+            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "frozen": c.frozen} for c in contenders
         },
         "loads": [compared.to_json() for compared in done],
     }

@@ -30,11 +30,11 @@ from fastdeploy.engine.parts import EngineParts
 from fastdeploy.engine.pauses.holds import closes_whole_engine
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
-from fastdeploy.engine.views.gauges import NonFiniteWatch, add_gauges
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers, fleet_state
+from fastdeploy.engine.views.viewers import Viewers, add_gauges, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
+from fastdeploy.metrics.metrics import NonFiniteWatch
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -46,7 +46,7 @@ class Inbox:
     After an abandoned step, the next step is always completed. So frequent pauses cannot stop all progress.
     """
 
-    def __init__(self, transport: Transport, may_pause: Callable[[str], bool] = lambda client: True):
+    def __init__(self, transport: Transport, may_pause: Callable[[str], bool]):
         self._transport = transport
         self._may_pause = may_pause
         self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []

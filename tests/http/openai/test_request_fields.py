@@ -126,3 +126,10 @@ def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
     sglang = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}.get(name, name)
     for schema in (schema_of(CompletionBody)["properties"], schema_of(SamplingBody)["properties"]):
         assert name in schema or sglang in schema or name == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("name", ["guided_json", "web_search_options"])
+def test_an_empty_object_that_asks_for_something_is_refused(name):
+    with pytest.raises(InvalidField, match=name):
+        parse_body({"prompt": "a", name: {}}, CompletionBody, UNSUPPORTED)
+    parse_body({"prompt": "a", name: None}, CompletionBody, UNSUPPORTED)
