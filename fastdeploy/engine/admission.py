@@ -27,8 +27,8 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class AdmissionControl:
-    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait, and
-    choices that the pauses of adapters may hold beside them."""
+    """The check of each new request against the pauses, the queue and the model. max_waiting: choices that may wait,
+    and choices that the pauses of adapters may hold beside them."""
 
     def __init__(
         self,

@@ -114,9 +114,9 @@ class Limit(NamedTuple):
 
 
 class Dispatcher:
-    """Sends parts of requests to replicas. Those that must wait are sent in their order. open_replicas: those that take
-    requests. max_waiting: returns how many choices that have been at no replica may wait here. ready(adapter): see
-    Lookups. Use from one event loop only."""
+    """The dispatcher of request parts to replicas. Those that must wait are sent in their order. open_replicas: those
+    that take requests. max_waiting: returns how many choices that have been at no replica may wait here.
+    ready(adapter): see Lookups. Use from one event loop only."""
 
     def __init__(
         self,

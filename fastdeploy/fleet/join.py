@@ -51,8 +51,8 @@ class Difference(NamedTuple):
 
 
 class Joiner:
-    """Brings replicas to the state of the fleet. replicas: all, by name. profile: facts that are the same on
-    all replicas; None as long as there is none."""
+    """The helper that brings replicas to the state of the fleet. replicas: all, by name. profile: facts that are the
+    same on all replicas; None as long as there is none."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that end
 
 
 class Placer(Protocol):
-    """Finds replicas for parts. The methods return at once."""
+    """What finds replicas for parts of requests. The methods return at once."""
 
     def lost(self, part: RequestPart) -> None:
         """Place a part whose replica was lost."""

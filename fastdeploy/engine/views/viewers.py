@@ -138,7 +138,7 @@ class EventRing:
 
 
 class Viewers:
-    """Answers the calls of API servers that have viewers. parts: of the engine that is shown."""
+    """The answers to API servers that have viewers. parts: of the engine that is shown."""
 
     def __init__(self, events: EventLog, parts: EngineParts, clock: Callable[[], float]):
         self._events, self._parts, self._clock = events, parts, clock
