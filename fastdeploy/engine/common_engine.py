@@ -46,7 +46,7 @@ class Inbox:
     After an abandoned step, the next step is always completed. So frequent pauses cannot stop all progress.
     """
 
-    def __init__(self, transport: Transport, may_pause: Callable[[str], bool] = lambda client: True):
+    def __init__(self, transport: Transport, may_pause: Callable[[str], bool]):
         self._transport = transport
         self._may_pause = may_pause
         self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []

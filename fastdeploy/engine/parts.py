@@ -23,7 +23,7 @@ from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.chunks import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
 

@@ -67,7 +67,7 @@ class Joiner:
         self._leadership = leadership
         self._replicas = replicas
         self._transfer = transfer
-        self._lost_since: float | None = None  # no replica can join since then: nobody has what it lacks
+        self._lost_since: float | None = None  # time since which no replica can join, because nobody has what it lacks
         self.profile: dict[str, Any] | None = None
 
     async def bring(self, replica: Replica) -> None:

@@ -1,10 +1,10 @@
-"""Number of prompt tokens in a step, and the steps before the engine serves requests."""
+"""Number of prompt tokens in a step, and the steps that are computed before the engine serves requests."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.chunks import StepPacer
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
 
