@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request
 
 from fastdeploy.client.serving_client import ServingClient
@@ -94,18 +95,43 @@ def is_upload(request: Request) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs | None) -> AsyncIterator[str | None]:
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs | None) -> AsyncIterator[None]:
     """Admit an upload before its body is received. check: asked of the engine first, for an upload of base weights. The
-    id of its session is yielded, whose lease does not end while the block runs. Raises the error with which the engine
+    lease of its session does not end while the block runs. Raises the error with which the engine
     would refuse the upload, EngineDead, and ServerBusy if all --max-uploads places stay taken for too long."""
     if check is None:
         await context.client.require_engine()
         async with context.uploads.hold():
-            yield None
+            yield
         return
     reply = await context.client.call(check)
     async with context.uploads.hold(), _renewed_lease(context.client, check, reply.get("lease_s")):
-        yield reply["session_id"]
+        yield
+
+
+async def upload_update(
+    request: Request,
+    context: ServingContext,
+    check: m.CheckUpdateArgs,
+    checksums: dict[str, str],
+    verify_checksum: bool,
+) -> dict[str, Any]:
+    """Make an update whose one part is the body, and return its report. check: with the begin of the update.
+
+    Its session is open from the first byte to the commit, so that no other update comes between. A reset, an abort, the
+    end of the client and the death of this process end the session. Raises the error of the call that failed."""
+    client = context.client
+    await client.call(check)
+    session_id = (await client.call(msgspec.structs.replace(check.begin, ends_with_client=True)))["session_id"]
+    try:
+        part_check = m.CheckUpdateArgs(session_id, form=check.form)
+        async with admitted_upload(context, part_check), spooled_upload(request, context) as source:
+            fields = {"checksums": checksums, "verify_checksum": verify_checksum, "form": check.form}
+            await client.call(m.UpdatePartArgs(session_id, source, **fields))
+        return await client.call(m.CommitUpdateArgs(session_id))
+    except BaseException:
+        await asyncio.shield(asyncio.ensure_future(_abort(client, session_id)))
+        raise
 
 
 @contextlib.asynccontextmanager
@@ -128,6 +154,11 @@ async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[F
     with contextlib.closing(UploadFile(upload_folder(context.config, len(data)))) as file:
         await _on_thread(file.write, 0, data)
         yield FileSource(file.path)
+
+
+async def _abort(client: ServingClient, session_id: str) -> None:
+    with contextlib.suppress(FastDeployError):
+        await client.call(m.AbortUpdateArgs(session_id))
 
 
 async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:

@@ -65,13 +65,24 @@ def test_the_engine_gets_the_body_through_a_file_of_the_upload_folder(uploads, s
     assert_nothing_left(uploads, spool)
 
 
-def test_an_update_by_an_upload_is_the_update_of_one_file(uploads):
+def test_an_update_by_an_upload_is_a_session_with_one_part(uploads):
     query = {"version": "7", "expected_version": "6", "kv": "recompute", "checksums": '{"a": "ff"}', "timeout_s": 5}
     reply = uploads.http.post(UPDATE, params=query, content=b"body", headers=OCTETS)
     assert reply.json()["result"]["version"] == "9"
     (call,) = uploads.uploads.calls
-    expected = m.UpdateWeightsArgs(call.source, "7", "6", "recompute", checksums={"a": "ff"}, timeout_s=5.0)
-    assert isinstance(call.source, FileSource) and call == expected
+    assert isinstance(call.source, FileSource)
+    assert call == m.UpdatePartArgs(SESSION, call.source, checksums={"a": "ff"})
+    begin = m.BeginUpdateArgs("7", "6", "recompute", timeout_s=5.0, ends_with_client=True)
+    assert uploads.uploads.sessions == [begin, m.CommitUpdateArgs(SESSION)]
+
+
+def test_the_session_of_an_upload_that_fails_is_aborted(uploads):
+    uploads.uploads.refuse = lambda args: m.Failure("weight_update_refused", "no")
+    assert post(uploads, UPDATE, b"x").status_code == 400
+    assert uploads.uploads.sessions[1:] == [m.AbortUpdateArgs(SESSION)]
+    with unfinished_upload(uploads, UPDATE):
+        wait_until(lambda: len(uploads.uploads.sessions) == 3)
+    wait_until(lambda: uploads.uploads.sessions[3:] == [m.AbortUpdateArgs(SESSION)])
 
 
 def test_the_lease_of_the_session_is_renewed_while_an_upload_is_received(uploads):

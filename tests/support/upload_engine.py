@@ -13,13 +13,15 @@ SESSION = "s-1"
 
 
 class UploadEngine:
-    """calls: every call about weights but the checks. bodies: of the uploads. paths: of their files.
+    """calls: those with an upload. sessions: those that open, commit and abort the session of an update in one call.
+    bodies: of the uploads. paths: of their files.
 
     refuse: returns the failure of a call, or None. reads: while False, calls with an upload are not answered, until
     :meth:`go_on`."""
 
     def __init__(self, engine: FakeEngine):
         self.calls: list[m.Args] = []
+        self.sessions: list[m.Args] = []
         self.bodies: list[bytes] = []
         self.paths: set[str] = set()
         self.refuse: Callable[[m.Args], m.Failure | None] = lambda args: None
@@ -28,6 +30,8 @@ class UploadEngine:
         self._waiting: list[m.Call] = []
         for kind in (m.UpdatePartArgs, m.UpdateWeightsArgs):
             engine.replies[kind] = self._reply
+        for kind in (m.BeginUpdateArgs, m.CommitUpdateArgs, m.AbortUpdateArgs):
+            engine.replies[kind] = self._reply_about_session
 
     def go_on(self) -> None:
         """Answer the calls that wait, and all later ones."""
@@ -46,6 +50,10 @@ class UploadEngine:
             return self._answer(call)
         self._waiting.append(call)
         return None
+
+    def _reply_about_session(self, call: m.Call) -> m.Reply:
+        self.sessions.append(call.args)
+        return m.Reply(call.call_id, {"session_id": SESSION, "lease_s": 300.0, "version": "9"})
 
     def _answer(self, call: m.Call) -> m.Reply:
         if (failure := self.refuse(call.args)) is not None:

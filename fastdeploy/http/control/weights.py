@@ -38,7 +38,7 @@ from fastdeploy.http.control.protocol import (
     WeightInfoBody,
 )
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload, upload_update
 from fastdeploy.inter_communicator import messages as m
 
 if TYPE_CHECKING:
@@ -60,9 +60,12 @@ def weights_router(context: ServingContext) -> APIRouter:
         if body.names_no_source and not is_upload(request):
             return envelope(await client.call(_relabel(body)))
         fields = body.rest()
+        if not is_upload(request):
+            return envelope(await client.call(m.UpdateWeightsArgs(_named_source(body), **fields)))
+        _refuse_second_source(body)
         begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
-        async with _source(request, context, body, m.CheckUpdateArgs(begin=begin, form=body.form)) as source:
-            return envelope(await client.call(m.UpdateWeightsArgs(source, **fields)))
+        check = m.CheckUpdateArgs(begin=begin, form=body.form)
+        return envelope(await upload_update(request, context, check, body.checksums, body.verify_checksum))
 
     @routes.get("/v1/weights", WeightInfoBody)
     async def weight_info(body: WeightInfoBody) -> dict[str, Any]:
@@ -112,12 +115,20 @@ async def _source(
     """Yield the source that the call names. An uploaded body is kept in a file while the block runs. check: asked of
     the engine before the body is received."""
     if not is_upload(request):
-        yield body.source("model_path", "model_path, shared_memory, or an octet-stream body")
-    elif not body.names_no_source:
-        raise InvalidField("model_path", "expected no other source beside the uploaded body")
+        yield _named_source(body)
     else:
+        _refuse_second_source(body)
         async with admitted_upload(context, check), spooled_upload(request, context) as source:
             yield source
+
+
+def _named_source(body: SourceBody) -> Source:
+    return body.source("model_path", "model_path, shared_memory, or an octet-stream body")
+
+
+def _refuse_second_source(body: SourceBody) -> None:
+    if not body.names_no_source:
+        raise InvalidField("model_path", "expected no other source beside the uploaded body")
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:

@@ -9,6 +9,7 @@ import pytest
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, PartFormat, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import OCTETS, answer
+from support.upload_engine import SESSION, UploadEngine
 
 
 def assert_invalid(reply, field: str) -> None:
@@ -110,13 +111,14 @@ def test_a_query_may_replace_the_body(module_stack, query, args):
 
 def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.UpdateWeightsArgs, m.UpdatePartArgs):
-        answer(stack, kind, {"session_id": "s"})
+    UploadEngine(stack.engine)
     sums = json.dumps({"a": "ff"})
     query = {"version": "7", "kv": "recompute", "partial": "true", "checksums": sums}
     assert stack.http.post("/v1/update_weights", params=query, content=b"{x", headers=OCTETS).status_code == 200
-    args = stack.engine.expect(m.UpdateWeightsArgs).args
-    assert args == m.UpdateWeightsArgs(args.source, "7", kv="recompute", partial=True, checksums={"a": "ff"})
+    begin = m.BeginUpdateArgs("7", kv="recompute", partial=True, ends_with_client=True)
+    assert stack.engine.expect(m.BeginUpdateArgs).args == begin
+    args = stack.engine.expect(m.UpdatePartArgs).args
+    assert args == m.UpdatePartArgs(SESSION, args.source, checksums={"a": "ff"})
     query = {"session_id": "s", "checksums": sums, "verify_checksum": "true"}
     assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
     args = stack.engine.expect(m.UpdatePartArgs).args
@@ -125,8 +127,7 @@ def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
 
 def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before_it_is_received(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.UpdateWeightsArgs, m.UpdatePartArgs):
-        answer(stack, kind)
+    UploadEngine(stack.engine)
     answer(stack, m.CheckUpdateArgs, {"session_id": None})
     of_part = {"encoding": "overwrite", "compression": "zstd", "fingerprints": json.dumps({"a": OF_A})}
     form = PartFormat("overwrite", "zstd", {"a": OF_A})
@@ -135,8 +136,8 @@ def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before
     base = DeltaBase(BASE, version="2")
     begin = m.BeginUpdateArgs(base=base, fingerprint=RESULT)
     assert stack.engine.expect(m.CheckUpdateArgs).args == m.CheckUpdateArgs(begin=begin, form=form)
-    args = stack.engine.expect(m.UpdateWeightsArgs).args
-    assert args == m.UpdateWeightsArgs(args.source, form=form, base=base, fingerprint=RESULT)
+    args = stack.engine.expect(m.UpdatePartArgs).args
+    assert args == m.UpdatePartArgs(SESSION, args.source, form=form)
     query = {"session_id": "s", **of_part}
     assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
     assert stack.engine.expect(m.CheckUpdateArgs).args == m.CheckUpdateArgs("s", form=form)

@@ -118,7 +118,9 @@ def test_an_upload_without_a_session_is_an_update_of_its_own(make_stack, tmp_pat
     assert reply.status_code == 200, reply.text
     assert reply.json()["report"]["version"] == "9" and engine.bodies == [DATA]
     (args,) = engine.calls
-    assert args == m.UpdateWeightsArgs(args.source, version="9", partial=True, checksums={"a": "11"})
+    assert args == m.UpdatePartArgs(SESSION, args.source, checksums={"a": "11"})
+    begin = m.BeginUpdateArgs("9", partial=True, ends_with_client=True)
+    assert engine.sessions == [begin, m.CommitUpdateArgs(SESSION)]
 
 
 def test_an_upload_in_a_session_is_a_part_of_it(make_stack, tmp_path):
@@ -140,7 +142,7 @@ def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
     failure = m.Failure("weight_update_refused", "no such tensor")
     engine.refuse = lambda args: failure
     assert stack.http.post("/update_weights", content=b"x" * 99, headers=OCTETS).status_code == 400
-    assert [type(call) for call in engine.calls] == [m.UpdateWeightsArgs]
+    assert [type(call) for call in engine.calls] == [m.UpdatePartArgs]
     refused(stack.http.post("/update_weights", content=b"", headers=OCTETS), "body")
     assert list(tmp_path.iterdir()) == []
 

@@ -24,7 +24,7 @@ from fastdeploy.http.dialects.common import OpenWeightSession
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload, upload_update
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
@@ -152,14 +152,14 @@ class WeightUpdates:
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
         check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
-        async with admitted_upload(context, check) as session_id:
-            if session_id is not None:
-                _refuse_session_fields(info)
-            async with spooled_upload(request, context) as source:
-                if session_id is None:
-                    return await self._client.call(Part(source, info).update())
-                fields = {"version": info.weight_version, **_part_fields(info)}
-                return await self._client.call(m.UpdatePartArgs(session_id, source, **fields))
+        session_id = (await self._client.call(check))["session_id"]
+        if session_id is None:
+            return await upload_update(request, context, check, info.checksums, info.verify_checksum)
+        _refuse_session_fields(info)
+        check = m.CheckUpdateArgs(session_id, form=info.form)
+        async with admitted_upload(context, check), spooled_upload(request, context) as source:
+            fields = {"version": info.weight_version, **_part_fields(info)}
+            return await self._client.call(m.UpdatePartArgs(session_id, source, **fields))
 
 
 def _part_fields(info: UpdateInfo) -> dict[str, Any]:
