@@ -42,21 +42,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=512)
     add("--max-tokens", type=int, default=3000, help="clamped to what the model's length leaves")
     add("--before", type=int, default=50, help="tokens each running stream has when the pause comes")
-    add("--after", type=int, default=20, help="tokens to see after a keep is resumed")
     add("--wait-tokens", type=int, default=64, help="max_tokens in mode wait")
     add("--freeze", type=float, default=2.0, metavar="S", dest="freeze_s", help="how long keep stays paused")
     add("--waiting", type=int, default=0, metavar="N", help="also abort and keep with N requests waiting, e.g. 5000")
-    add("--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="timeout_s of the pauses")
-    add(
-        "--load-timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        dest="load_timeout_s",
-        help="bound on every wait for the server",
-    )
     add("--max-pause-steps", type=float, metavar="N", help="fail if an abort or keep takes more steps")
-    add("--seed", type=int, default=0)
     json_flag(parser)
     args = parser.parse_args(argv)
     if args.running is not None and args.streams is not None and not 0 < args.running < args.streams:
@@ -80,9 +69,9 @@ async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
     if streams <= running:
         raise ServerError(f"--streams {streams}: {running} run at once, so that nothing would wait")
     room = args.max_tokens if length is None else min(args.max_tokens, length - args.prompt_tokens)
-    if room <= args.before + args.after or args.wait_tokens > room:
+    if room <= args.before + Options.after or args.wait_tokens > room:
         raise ServerError(f"{model} has a length of {length}: no room for {args.prompt_tokens} tokens and the answers")
-    chosen = {field.name: getattr(args, field.name) for field in fields(Options)}
+    chosen = {field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
     return Options(**chosen | {"model": model, "streams": streams, "running": running, "max_tokens": room})
 
 

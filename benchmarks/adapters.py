@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.compare import Prober, compare, to_json
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, LoadComparison, machine_line
-from benchmarks.lib.contenders import RunningEngines
+from benchmarks.lib.contenders import READY_S, RunningEngines
 from benchmarks.lib.engines import SEQUENCES, Engine, installed
 from benchmarks.lib.loads import AdapterStreams, adapter_name
 from benchmarks.lib.report import Printer, json_flag, numbers, optional, some_of, write_json
@@ -111,14 +111,14 @@ def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer, p
         folders = [Path(parent) / adapter_name(number) for number in range(max(args.counts))]
         for number, folder in enumerate(folders):
             write_adapter(folder, shape, args.rank, number)
-        with running.started([with_adapters(engine, args) for engine in engines], args.ready_s):
+        with running.started([with_adapters(engine, args) for engine in engines], READY_S):
 
             async def measure() -> list[LoadComparison]:
                 for contender in list(running.contenders):
                     with running.removed_on_failure(contender):
                         found = await contender.run(lambda client: prepare(client, folders))
                         errors.extend(f"{contender.engine.name}: {error}" for error in found)
-                return await compare(running, loads, BASE, args.seed, args.repeats, prober)
+                return await compare(running, loads, BASE, args.repeats, prober)
 
             measured = asyncio.run(measure())
             write_json(args, to_json(running.contenders, measured, shape))
@@ -139,8 +139,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=64)
     add("--repeats", type=int, default=5)
-    add("--seed", default="0", help="of the prompts")
-    add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
     json_flag(parser)
     args = parser.parse_args(argv)
     if not 1 <= args.streams <= SEQUENCES or max(args.counts) > args.streams:

@@ -81,18 +81,6 @@ class Cost:
     tokens: int
     errors: tuple[str, ...] = ()
 
-    @property
-    def core_percent(self) -> float:
-        return 100 * self.cpu_s / self.wall_s
-
-    @property
-    def us_per_token(self) -> float:
-        return 1e6 * self.cpu_s / self.tokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.wall_s
-
 
 def word(token_id: int) -> str:
     """Return a word of four letters, different for each of the first 456,976 ids."""
@@ -149,8 +137,7 @@ async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
         costs: dict[str, list[Cost]] = {case.name: [] for case in CASES}
         for repeat in range(args.repeats):
             for case in CASES:
-                seed = f"{args.seed}/{repeat}"
-                cost = await measure(*target, case, args.streams, seed, args.input_len, args.output_len)
+                cost = await measure(*target, case, args.streams, str(repeat), args.input_len, args.output_len)
                 costs[case.name].append(cost)
         return costs
 
@@ -160,13 +147,13 @@ def row(name: str, rounds: Sequence[Cost]) -> tuple[str, ...]:
     good = [cost for cost in rounds if not cost.errors]
     if not good:
         return (name, *"-" * (len(HEADER) - 1))
-    percents = [cost.core_percent for cost in good]
+    percents = [100 * cost.cpu_s / cost.wall_s for cost in good]
     return (
         name,
         f"{median(percents):.1f}",
         f"{min(percents):.1f} - {max(percents):.1f}",
-        f"{median(cost.us_per_token for cost in good):.0f}",
-        f"{median(cost.tokens_per_s for cost in good):.0f}",
+        f"{1e6 * median(cost.cpu_s / cost.tokens for cost in good):.0f}",
+        f"{median(cost.tokens / cost.wall_s for cost in good):.0f}",
     )
 
 
@@ -178,7 +165,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=128)
     add("--repeats", type=int, default=3)
-    add("--seed", default="0", help="of the prompts")
     json_flag(parser)
     args = parser.parse_args(argv)
     if not 1 <= args.streams <= SEQUENCES:

@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
-from benchmarks.lib.contenders import Contender, RunningEngines
+from benchmarks.lib.contenders import READY_S, Contender, RunningEngines
 from benchmarks.lib.engines import ENGINES, Engine, installed
 from benchmarks.lib.loads import LOADS, Figures, Load
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
 
+SERVED = "q05"
 Prober = Callable[[], Machine | None]
 
 
@@ -54,19 +55,19 @@ async def run_loads(
 
 
 async def compare(
-    running: RunningEngines, loads: Sequence[Load], model: str, seed: str, repeats: int, prober: Prober
+    running: RunningEngines, loads: Sequence[Load], model: str, repeats: int, prober: Prober
 ) -> list[LoadComparison]:
     """Return the comparison of each load. In each repeat, each engine gets all loads, one after the other."""
     runs: dict[Contender, list[list[tuple[Figures, float | None]]]] = {found: [] for found in running.contenders}
     probes: list[Machine | None] = []
     for contender in list(running.contenders):
         with running.removed_on_failure(contender):
-            await run_loads(contender, [load.warm_up() for load in loads], model, f"{seed}/warm-up")
+            await run_loads(contender, [load.warm_up() for load in loads], model, "warm-up")
     for repeat in range(repeats):
         probes.append(prober())
         for contender in list(running.contenders):
             with running.removed_on_failure(contender):
-                runs[contender].append(await run_loads(contender, loads, model, f"{seed}/{repeat}"))
+                runs[contender].append(await run_loads(contender, loads, model, str(repeat)))
     probes.append(prober())
     found = []
     for number, load in enumerate(loads):
@@ -85,14 +86,15 @@ def run(
     shape = Shape.of(args.model_path)
     done: list[LoadComparison] = []
     running = RunningEngines(printer.say)
-    with running.started(engines, args.ready_s):
+    with running.started(engines, READY_S):
         for load in loads:
             began = time.perf_counter()
-            done += asyncio.run(compare(running, [load], args.served_model_name, args.seed, args.repeats, prober))
+            done += asyncio.run(compare(running, [load], SERVED, args.repeats, prober))
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
             write_json(args, to_json(running.contenders, done, shape))
         for contender in running.contenders:
-            printer.say(contender.idle_description)
+            if contender.frozen:
+                printer.say(f"{contender.engine.name} never rests: stopped while others are measured")
     rows = [row for compared in done for row in compared.rows(shape)]
     printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
     printer.say(machine_line([found for compared in done for found in compared.probes]))
@@ -103,8 +105,7 @@ def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], sha
     return {
         "step_bytes": shape.step_bytes,
         "engines": {
-            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "rest_s": c.rest_s, "frozen": c.frozen}
-            for c in contenders
+            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "frozen": c.frozen} for c in contenders
         },
         "loads": [compared.to_json() for compared in done],
     }
@@ -114,20 +115,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder")
-    add("--served-model-name", default="q05")
     ratios = "ratios are to the first one (default: ours and every peer that is installed)"
     add("--engines", type=some_of(ENGINES), default=list(ENGINES), help=ratios)
     add("--loads", type=some_of(LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
-    add("--seed", default="0", help="of the prompts")
-    add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
     json_flag(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
-    engines = installed(args.engines, args.model_path, args.served_model_name, printer.say)
+    engines = installed(args.engines, args.model_path, SERVED, printer.say)
     loads = [LOADS[name] for name in args.loads]
     return printer.exit_code(lambda: run(engines, loads, args, printer)) if engines else 2
 

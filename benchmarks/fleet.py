@@ -9,37 +9,163 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import bisect
+import hashlib
 import logging
-import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from itertools import product
+from functools import cache
+from itertools import count, product
 from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lib.fleet.load import Figures, figures_of, median_of, run_session
-from benchmarks.lib.fleet.loads import LOADS, Load, alone_s
-from benchmarks.lib.fleet.policies import POLICIES
+from benchmarks.lib.fleet.loads import LOADS, Load, Session, alone_s
 from benchmarks.lib.fleet.virtual import run_virtually, start_fleet
 from benchmarks.lib.report import plain_table
+from fastdeploy.client.request_stream import Reader
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.router import Route, Router, Seen
 
 TARGET = 0.65  # longest session, ours over consistent hashing
 MAIN, OURS, HASHING = "rollouts", "ours", "consistent hashing"
-COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "longest s": lambda f: f"{f.longest_s:.1f}",
-    "p99 s": lambda f: f"{f.p99_s:.1f}",
-    "mean s": lambda f: f"{f.mean_s:.1f}",
-    "short p99 s": lambda f: f"{f.short_p99_s:.1f}",
-    "short mean s": lambda f: f"{f.short_mean_s:.1f}",
-    "prefix hits": lambda f: f"{f.hit_rate:.1%}",
-    "tokens recomputed": lambda f: f"{f.recomputed:,.0f}",
+POINTS = 128  # of each replica on the ring of consistent hashing
+HEADER = ("policy", "longest s", "mean s", "prefix hits", "tokens recomputed")
+
+
+class _Policy(Router):
+    """Another way to choose a replica, to compare with. It counts the load as ours does."""
+
+    def seen(self, request: AddRequest) -> Seen:
+        """Return what the client has seen, without the place in the queue that our router gives."""
+        seen = super().seen(request)
+        seen.began = 0.0
+        return seen
+
+    def pick(
+        self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
+    ) -> Route | None:
+        there = [replica for replica in replicas if replica.name not in refused_by]
+        return self.route_to(self._choose(request, there), request) if there else None
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        raise NotImplementedError
+
+
+class RoundRobin(_Policy):
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = count()
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        return replicas[next(self._next) % len(replicas)]
+
+
+class ConsistentHashing(_Policy):
+    """The replica whose point follows that of the session on a ring."""
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        ring = _ring(tuple(replica.name for replica in replicas))
+        at = bisect.bisect(ring, (_point(request.session or request.request_id), 0)) % len(ring)
+        return replicas[ring[at][1]]
+
+
+class OrderedHashing(ConsistentHashing):
+    """Consistent hashing with our order in the queues: it shows what the choice of the replica adds to the order."""
+
+    def seen(self, request: AddRequest) -> Seen:
+        return Router.seen(self, request)
+
+
+POLICIES: dict[str, type[Router]] = {
+    "ours": Router,
+    "round robin": RoundRobin,
+    "consistent hashing": ConsistentHashing,
+    "hashing, our order": OrderedHashing,
 }
+
+
+@cache
+def _ring(names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return the points on the ring, each with the number of its replica."""
+    return sorted((_point(f"{name}/{i}"), k) for k, name in enumerate(names) for i in range(POINTS))
+
+
+def _point(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+
+
+class Outcome(NamedTuple):
+    """One session. known: prompt tokens that an earlier turn had, too. hits: of these, those that were cached."""
+
+    duration_s: float
+    known: int
+    hits: int
+
+
+class Figures(NamedTuple):
+    """One run. hit_rate: of the prompt tokens that an earlier turn of the session had, those that were cached.
+    recomputed: the others."""
+
+    longest_s: float
+    mean_s: float
+    hit_rate: float
+    recomputed: float
+
+    def cells(self) -> list[str]:
+        return [f"{self.longest_s:.1f}", f"{self.mean_s:.1f}", f"{self.hit_rate:.1%}", f"{self.recomputed:,.0f}"]
+
+
+async def run_session(client: FleetClient, session: Session) -> Outcome:
+    """Run a session to its end. Raises AssertionError for an answer that is too short."""
+    await asyncio.sleep(session.start_s)
+    now = asyncio.get_running_loop().time
+    began, history, known, hits = now(), list[int](), 0, 0
+    for k, turn in enumerate(session.turns):
+        prompt = history + turn.new_tokens
+        sampling = SamplingParams(max_tokens=turn.answer, temperature=0.0, ignore_eos=True)
+        request = AddRequest(f"{session.name}-{k}", prompt, sampling, session=session.name)
+        answer, cached = await generate(client, request)
+        assert len(answer) == turn.answer, f"{session.name}: {len(answer)} tokens instead of {turn.answer}"
+        known, hits = known + len(history), hits + min(cached, len(history))
+        history = prompt + answer
+        if k + 1 < len(session.turns):
+            await asyncio.sleep(turn.pause_s)
+    return Outcome(now() - began, known, hits)
+
+
+async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int], int]:
+    """Return the tokens of the only choice, and the number of prompt tokens that were cached."""
+    tokens, cached, ended = list[int](), 0, False
+    with await client.submit(request, Reader(for_tokens=False)) as stream:
+        while not ended:
+            await stream.reader.wait()
+            for output in stream.read():
+                tokens += output.token_ids
+                cached += output.cached_tokens
+                ended = output.finish_reason is not None
+    return tokens, cached
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> Figures:
+    """Return the figures of a run."""
+    durations, known, hits = zip(*outcomes, strict=True)
+    return Figures(max(durations), mean(durations), sum(hits) / max(sum(known), 1), sum(known) - sum(hits))
+
+
+def median_of(runs: Sequence[Figures]) -> Figures:
+    """Return the median of each figure."""
+    return Figures(*map(median, zip(*runs, strict=True)))
 
 
 async def run(policy: str, load: Load, seed: int) -> Figures:
@@ -60,35 +186,27 @@ def measure(load: str, seed: int, policy: str) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", choices=LOADS, default=MAIN)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    runs: dict[str, list[Figures]] = {name: [] for name in args.policies}
-    pairs = list(product(range(args.seeds), args.policies))
+    runs: dict[str, list[Figures]] = {name: [] for name in POLICIES}
+    pairs = list(product(range(args.seeds), POLICIES))
     with ProcessPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(measure, args.load, seed, name) for seed, name in pairs]
         for (seed, name), job in zip(pairs, jobs, strict=True):
             print(f"seed {seed}, {name}: {job.result()}", file=sys.stderr)
             runs[name].append(job.result())
-    rows = {name: median_of(figures) for name, figures in runs.items()}
-    if args.json:
-        print(json.dumps({name: asdict(figures) for name, figures in rows.items()}))
-        return
     load = LOADS[args.load]
-    alone = statistics.median(max(alone_s(s, load) for s in load.make(seed)) for seed in range(args.seeds))
+    alone = median(max(alone_s(s, load) for s in load.make(seed)) for seed in range(args.seeds))
     print(f"{args.load}: {len(load.make(0))} sessions over {load.replicas} replicas; medians of {args.seeds} seeds")
-    cells = [[name, *(show(figures) for show in COLUMNS.values())] for name, figures in rows.items()]
-    print(plain_table(["policy", *COLUMNS], cells))
+    print(plain_table(HEADER, [[name, *median_of(figures).cells()] for name, figures in runs.items()]))
     print(f"longest session if each were alone in the fleet: {alone:.1f} s")
-    if {OURS, HASHING} <= rows.keys():
-        pairs_of_runs = zip(runs[OURS], runs[HASHING], strict=True)
-        ratio = statistics.median(ours.longest_s / hashing.longest_s for ours, hashing in pairs_of_runs)
-        verdict = f"; target: at most {TARGET}: {'met' if ratio <= TARGET else 'MISSED'}" * (args.load == MAIN)
-        print(f"longest session, ours over hashing's: {ratio:.2f} (median of the seeds' ratios){verdict}")
+    pairs_of_runs = zip(runs[OURS], runs[HASHING], strict=True)
+    ratio = median(ours.longest_s / hashing.longest_s for ours, hashing in pairs_of_runs)
+    verdict = f"; target: at most {TARGET}: {'met' if ratio <= TARGET else 'MISSED'}" * (args.load == MAIN)
+    print(f"longest session, ours over hashing's: {ratio:.2f} (median of the seeds' ratios){verdict}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from benchmarks.lib.fleet.engines import FakeEngines
-from benchmarks.lib.fleet.launcher import EngineLauncher
+from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs
 from benchmarks.lib.report import percentile, plain_table
 from fastdeploy.fleet.client import FleetClient

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from benchmarks.lib.report import plain_table
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.process import collect_rarely
 from fastdeploy.core.request_fields import AddRequest
@@ -134,7 +135,7 @@ def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: 
 
 
 def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
-    clock.watch_method("make batch", runner._sequences, "take")
+    clock.watch_method("make batch", runner._sequences, "batch")
     for owner, name in (
         (runner.model, "forward"),
         (runner.model, "logits"),
@@ -195,9 +196,7 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
 
 def submit(engine: CommonEngine, args: argparse.Namespace, count: int) -> None:
     draw = np.random.default_rng(0)
-    sampling = SamplingParams(
-        max_tokens=args.steps + SLACK, ignore_eos=True, logprobs=args.logprobs, temperature=args.temperature
-    )
+    sampling = SamplingParams(max_tokens=args.steps + SLACK, ignore_eos=True, temperature=1.0)
     for i in range(count):
         # With prompts of one length, all sequences would need a new KV block in the same step.
         prompt = draw.integers(0, engine.info.vocab_size, args.context - i % 16).tolist()
@@ -220,8 +219,6 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=5000, help="of the second column (%(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--steps", type=int, default=500, help="that are measured (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tables = {str(waiting): measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
@@ -229,11 +226,9 @@ def main() -> None:
         print(json.dumps({name: [row._asdict() for row in rows] for name, rows in tables.items()}))
         return
     print(f"{args.running} running sequences, ms a step: median (99th percentile)")
-    heads = "".join(f"{name + ' waiting' * name.isdigit():>20}" for name in tables)
-    print(f"{'':24}{heads}")
-    for part in [row.part for row in next(iter(tables.values()))]:
-        found = [next(row for row in rows if row.part == part) for rows in tables.values()]
-        print(f"{part:24}" + "".join(f"{f'{row.median:.3f} ({row.p99:.3f})':>20}" for row in found))
+    header = ["", *(f"{name} waiting" for name in tables)]
+    cells = [{row.part: f"{row.median:.3f} ({row.p99:.3f})" for row in rows} for rows in tables.values()]
+    print(plain_table(header, [[part, *(each[part] for each in cells)] for part in cells[0]]))
 
 
 if __name__ == "__main__":

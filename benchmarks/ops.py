@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure the C++ CPU ops on the shapes of q05 (Qwen2.5-0.5B), and their share of the machine's roofline.
 
-    python -m benchmarks.ops [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
+    python -m benchmarks.ops [--rows 1,8,32,256] [--repeats 7]
 
 Roofline: the read bandwidth of all threads, by a plain vector reader (with AVX-512), and the peak of AMX tiles, in
 registers (with AMX).
@@ -18,7 +18,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -116,25 +115,23 @@ def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) ->
     return Machine(weight.nbytes / timings["read"].median, peak)
 
 
-def report_linears(model: Model, rows: int, repeats: int) -> dict:
+def report_linears(model: Model, rows: int, repeats: int) -> None:
     calls = model.calls(rows)
     probes = roofline_calls(model.ops, model.probe)
     timings = measure({**probes, **{name: call for name, (call, _) in calls.items()}}, repeats)
     roofline = read_roofline(model.ops, model.probe, timings)
-    result: dict = {"rows": rows}
     total, total_bytes, operations = 0.0, 0, 0
     for name, (_, weights) in calls.items():
         size = sum(w.nbytes for w in weights)
         work = sum(2 * rows * w.out_features * w.in_features for w in weights)
-        result[name] = line(f"  {name:8}", timings[name], size, work, roofline)
+        print(line(f"  {name:8}", timings[name], size, work, roofline))
         total, total_bytes, operations = total + timings[name].median, total_bytes + size, operations + work
     best = sum(timings[name].best for name in calls)
-    result["step"] = line(f"M={rows:<5} step", Timing(total, best), total_bytes, operations, roofline)
-    return result
+    print(line(f"M={rows:<5} step", Timing(total, best), total_bytes, operations, roofline), flush=True)
 
 
-def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | None) -> dict:
-    """Print one line about reading ``size`` bytes and doing ``work`` operations; return its figures."""
+def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | None) -> str:
+    """Return one line about reading ``size`` bytes and doing ``work`` operations."""
     rate, speed = size / timing.median, work / timing.median
     text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})"
     text += f"  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
@@ -142,13 +139,7 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
         text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
         if roofline.peak is not None:
             text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
-    print(text, flush=True)
-    return {
-        "ms": timing.median * 1e3,
-        "best_ms": timing.best * 1e3,
-        "gb_per_s": rate / 1e9,
-        "tflop_per_s": speed / 1e12,
-    }
+    return text
 
 
 def attention_call(ops: CpuOps, contexts: list[int], tokens: int, shared: int = 0) -> Callable[[], object]:
@@ -188,7 +179,7 @@ def sample_call(ops: CpuOps, rows: int, temperature: float, top_k: int, top_p: f
     return lambda: ops.sample(logits, batch)
 
 
-def report_others(ops: CpuOps, repeats: int) -> dict:
+def report_others(ops: CpuOps, repeats: int) -> None:
     tiny = ops.pack_linear([np.ones((32, 32), np.float32)])
     small = paddle.rand([1, 32])
     logits = paddle.randn([8, VOCAB])
@@ -211,30 +202,25 @@ def report_others(ops: CpuOps, repeats: int) -> dict:
     timings = measure(calls, repeats)
     for name, timing in timings.items():
         print(f"  {name:55} {timing.median * 1e3:8.3f} ms (best {timing.best * 1e3:.3f})")
-    return {name: {"ms": t.median * 1e3, "best_ms": t.best * 1e3} for name, t in timings.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1024")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON (null without AVX-512)")
     options = parser.parse_args()
-    ops = CpuOps(options.dtype)
+    ops = CpuOps("bfloat16")
     if options.probe:
         weight = probe_weight(ops)
         found = read_roofline(ops, weight, measure(roofline_calls(ops, weight), options.repeats))
         print(json.dumps(None if found is None else found._asdict()))
         return
-    print(f"{options.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
+    print(f"{ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     model = Model(ops)
-    linears = [report_linears(model, int(rows), options.repeats) for rows in options.rows.split(",")]
-    report = {"dtype": options.dtype, "isa": ops.isa, "threads": ops.num_threads, "linears": linears}
-    report["others"] = report_others(ops, options.repeats)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2))
+    for rows in options.rows.split(","):
+        report_linears(model, int(rows), options.repeats)
+    report_others(ops, options.repeats)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import argparse
 import asyncio
 import random
 import sys
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,55 +40,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=64)
     add("--num-requests", type=int, help="default: 4 per client, or 32")
-    add("--warmup", type=int, help="requests sent before, not counted (default: one per client, or 1)")
-    add("--seed", type=int, default=0)
-    add("--no-token-ids", action="store_true", help="for servers that refuse return_token_ids: count by usage")
-    floor = "least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio"
-    add("--floor-ms", type=float, metavar="MS", help=floor)
     json_flag(parser)
     args = parser.parse_args(argv)
     if args.rate is not None and args.rate <= 0 or args.concurrency < 1:
         parser.error("--rate and --concurrency must be above zero")
-    clients = 1 if args.rate else args.concurrency
-    args.num_requests = args.num_requests or (32 if args.rate else 4 * clients)
-    args.warmup = clients if args.warmup is None else args.warmup
+    args.clients = 1 if args.rate else args.concurrency
+    args.num_requests = args.num_requests or (32 if args.rate else 4 * args.clients)
     return args
 
 
-class RequestSender:
-    """Sends the requests of one run."""
-
-    def __init__(self, client: Client, model: str, args: argparse.Namespace) -> None:
-        self._client, self._model, self._args = client, model, args
-
-    async def one(self, index: int) -> StreamLog:
-        args = self._args
-        body = completion(self._model, prompt_ids(args.seed, index, args.input_len), args.output_len)
-        if args.no_token_ids:
-            del body["return_token_ids"]
-            body["stream_options"] = {"include_usage": True}
-        stream = await self._client.stream("/v1/completions", body, f"{args.seed}-{index}")
-        return await stream.wait_closed()
-
-    async def open(self, count: int, rate: float) -> list[StreamLog]:
-        """Send ``count`` requests with Poisson arrivals. A slow answer does not delay later requests."""
-        rng, loop, at = random.Random(self._args.seed), asyncio.get_running_loop(), 0.0
-        start, tasks = loop.time(), []
-        for index in range(count):
-            await asyncio.sleep(start + at - loop.time())
-            tasks.append(asyncio.create_task(self.one(index)))
-            at += rng.expovariate(rate)
-        return list(await asyncio.gather(*tasks))
+async def open_loop(send: Callable[[int], Coroutine[Any, Any, StreamLog]], count: int, rate: float) -> list[StreamLog]:
+    """Send ``count`` requests with Poisson arrivals. A slow answer does not delay later requests."""
+    rng, loop, at = random.Random(0), asyncio.get_running_loop(), 0.0
+    start, tasks = loop.time(), []
+    for index in range(count):
+        await asyncio.sleep(start + at - loop.time())
+        tasks.append(asyncio.create_task(send(index)))
+        at += rng.expovariate(rate)
+    return list(await asyncio.gather(*tasks))
 
 
 async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
     client = Client(args.url)
     model, _ = await Dialect(client).model(args.model)
-    load, clients = RequestSender(client, model, args), 1 if args.rate else args.concurrency
-    await closed_loop(load.one, args.warmup, clients, first=10**6)
+
+    async def one(index: int) -> StreamLog:
+        body = completion(model, prompt_ids(0, index, args.input_len), args.output_len)
+        return await (await client.stream("/v1/completions", body)).wait_closed()
+
+    await closed_loop(one, args.clients, args.clients, first=10**6)  # to warm up
     if args.rate:
-        return model, summarize(await load.open(args.num_requests, args.rate))
-    return model, summarize(await closed_loop(load.one, args.num_requests, clients))
+        return model, summarize(await open_loop(one, args.num_requests, args.rate))
+    return model, summarize(await closed_loop(one, args.num_requests, args.clients))
 
 
 def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> None:
@@ -99,8 +84,6 @@ def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> Non
         ("output tokens/s", f"{stats.tokens_per_s:.1f}"),
         ("requests/s", f"{stats.requests_per_s:.2f}"),
     ]
-    if args.floor_ms and stats.tpot.count:
-        rows.append(("time per token / floor", f"{stats.tpot.at[50] * 1000 / args.floor_ms:.2f}"))
     printer.table(f"{load}, {args.input_len} in, {args.output_len} out", ("figure", "value"), rows)
     names = ("first token (TTFT)", "per token (TPOT)", "between chunks (ITL)", "whole request")
     spreads = zip(names, (stats.ttft, stats.tpot, stats.itl, stats.e2e), strict=True)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.checkpoint import Checkpoint
 from benchmarks.lib.client import Client
-from benchmarks.lib.contenders import RunningEngines
+from benchmarks.lib.contenders import READY_S, RunningEngines
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
@@ -123,7 +123,7 @@ def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer) -
         for checkpoint in checkpoints:  # a trainer has its weights in memory
             checkpoint.load(shared=SHARED in args.only)
         try:
-            with running.started(engines, args.ready_s):
+            with running.started(engines, READY_S):
                 rows = asyncio.run(run_repeats(args, running, checkpoints, printer.say))
         finally:
             for checkpoint in checkpoints:
@@ -149,7 +149,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quiet-s", type=float, default=3.0, help="seconds of undisturbed generation before each update")
     add("--repeats", type=int, default=5)
     add("--scratch", type=Path, help="parent of the folder for the changed copy (the temporary folder)")
-    add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
     json_flag(parser)
     return parser.parse_args(argv)
 

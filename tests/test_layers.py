@@ -57,7 +57,6 @@ INSIDE = (
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
     "benchmarks.ops",
-    "benchmarks.scoring",
     "benchmarks.step",
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",

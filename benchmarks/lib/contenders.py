@@ -15,6 +15,7 @@ from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
 from benchmarks.lib.processes import ServerProcess, cpu_seconds, send_all
 
+READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0
 ENDING_S = 2.0  # limit of the wait for the end of a server whose connections have broken
 IDLE_CORES = 0.05  # a server that uses more of a core is not idle
@@ -24,29 +25,19 @@ Result = TypeVar("Result")
 
 
 class Contender:
-    """One engine's running server. rest_s: longest time from its last answer until it was idle. frozen: stopped by
-    SIGSTOP until its next load, since it did not become idle."""
+    """One engine's running server. frozen: stopped by SIGSTOP until its next load, since it did not become idle."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self.server = ServerProcess(engine.command, folder)
         self.client = Client(self.server.url)
-        self.ready_s = self.rest_s = 0.0
+        self.ready_s = 0.0
         self.frozen = False
-
-    @property
-    def idle_description(self) -> str:
-        """A sentence about the server's CPU use between loads."""
-        name = self.engine.name
-        if self.frozen:
-            return f"{name} never rests: stopped while others are measured"
-        return f"{name} rests within {self.rest_s + WATCH_S:.1f} s of its last answer"
 
     async def start(self, ready_s: float) -> None:
         """Wait until the server is ready and idle. Raises ServerError if it is not ready after ``ready_s`` seconds."""
         self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
         await self.wait_idle()
-        self.rest_s = 0.0
 
     def close(self) -> None:
         self.unfreeze()
@@ -61,15 +52,13 @@ class Contender:
     async def wait_idle(self) -> None:
         """Wait until the server uses no more CPU; freeze it if it still does after REST_S."""
         start, processes = time.perf_counter(), self.server.processes()
-        while (spent := time.perf_counter() - start) < REST_S:
+        while time.perf_counter() - start < REST_S:
             before = cpu_seconds(processes)
             await asyncio.sleep(WATCH_S)
             if cpu_seconds(processes) - before <= IDLE_CORES * WATCH_S:
-                break
-        else:
-            send_all(processes, signal.SIGSTOP)
-            self.frozen = True
-        self.rest_s = max(self.rest_s, spent)
+                return
+        send_all(processes, signal.SIGSTOP)
+        self.frozen = True
 
     async def token_metric(self) -> tuple[float, float]:
         """Return sum and count of the engine's own histogram of the time between tokens; zeros if it has none."""

@@ -39,11 +39,6 @@ class ServingStats:
     e2e: Spread
 
 
-def output_tokens(log: StreamLog) -> int:
-    """Count output tokens: by ids, else by usage, else one per chunk."""
-    return log.num_tokens or log.usage_tokens or len(log.tokens)
-
-
 def spread(values: Sequence[float]) -> Spread:
     return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in PERCENTS})
 
@@ -52,10 +47,10 @@ def summarize(logs: Sequence[StreamLog]) -> ServingStats:
     """Return the figures of completed requests: those with a token and with exactly one end."""
     good = [log for log in logs if log.ended_once and log.tokens]
     bad = [log for log in logs if not (log.ended_once and log.tokens)]
-    tokens = sum(output_tokens(log) for log in good)
+    tokens = sum(log.num_tokens for log in good)
     duration = max((log.finals[0][0] for log in good), default=0.0) - min((log.sent_at for log in logs), default=0.0)
     duration = duration if good else 0.0
-    tpot = [(log.tokens[-1].at - log.tokens[0].at) / (output_tokens(log) - 1) for log in good if output_tokens(log) > 1]
+    tpot = [(log.tokens[-1].at - log.tokens[0].at) / (log.num_tokens - 1) for log in good if log.num_tokens > 1]
     return ServingStats(
         completed=len(good),
         failed=len(bad),

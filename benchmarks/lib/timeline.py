@@ -42,7 +42,6 @@ class StreamLog:
     loose_text: str = ""
     done_markers: int = 0
     comments: int = 0
-    usage_tokens: int | None = None
     closed_at: float | None = None
     error: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -89,8 +88,6 @@ class StreamLog:
             error = chunk["error"]
             self.error = error.get("message", str(error)) if isinstance(error, dict) else str(error)
             return
-        if chunk.get("usage"):
-            self.usage_tokens = chunk["usage"].get("completion_tokens")
         for choice in chunk.get("choices", ()):
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
             if text and not ids and "token_ids" in choice:

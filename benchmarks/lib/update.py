@@ -69,13 +69,8 @@ class Source:
         return body["result"]
 
     async def call(self, action: str, body: Any) -> dict[str, Any]:
-        return (await self._post(f"/v1/weights/{action}", body))["result"]
-
-    async def _post(self, path: str, body: Any) -> Any:
-        reply = await self._client.call("POST", path, body, timeout=600)
-        if reply.status != 200:
-            raise ServerError(f"{path}: HTTP {reply.status}: {str(reply.body)[:300]}")
-        return reply.body
+        found: dict[str, Any] = await self._client.post(f"/v1/weights/{action}", body)
+        return found
 
 
 class Folder(Source):
@@ -93,8 +88,8 @@ class OneSet(Folder):
     name = "folder, one set"
 
     async def update(self, version: str, kv: str) -> UpdateTimes:
-        await self._post("/v1/sleep", {"tags": ["weight"], "discard": True, "mode": "keep"})
-        await self._post("/v1/wakeup", {"tags": ["weight"]})
+        await self._client.post("/v1/sleep", {"tags": ["weight"], "discard": True, "mode": "keep"})
+        await self._client.post("/v1/wakeup", {"tags": ["weight"]})
         return await super().update(version, kv)
 
 
@@ -129,10 +124,10 @@ class Delta(Source):
 
     async def prepare(self) -> None:
         """Publish the whole base, unless the server has it or the other state of this delta already."""
-        serves = (await self._client.call("GET", "/v1/weights")).body["result"]["fingerprint"]
+        serves = (await self._client.get("/v1/weights"))["fingerprint"]
         if serves not in self._flips.fingerprints:
             body = {"model_path": str(self._checkpoints[0].folder)}
-            serves = (await self._post("/v1/update_weights", body))["result"]["fingerprint"]
+            serves = (await self._client.post("/v1/update_weights", body))["fingerprint"]
         self._sent = self._flips.fingerprints.index(serves)
 
     async def update(self, version: str, kv: str) -> UpdateTimes:
@@ -163,6 +158,6 @@ class VllmReload(Source):
         checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         began = time.perf_counter()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint.folder)}, "timeout": 600}
-        await self._post("/collective_rpc", body)
-        await self._post("/reset_prefix_cache", None)
+        await self._client.post("/collective_rpc", body)
+        await self._client.post("/reset_prefix_cache", None)
         return UpdateTimes(stage=time.perf_counter() - began, nbytes=len(checkpoint.data))

@@ -12,8 +12,9 @@ from fastdeploy.core.request import Request, ServedModel
 class Place:
     """The memory of one adapter.
 
-    number: of the adapter at the runner; 0 while the adapter is read. num_users: requests in the batch that use it.
-    wanted_by: the request that it is read for, until a request uses it. A load may not evict it before."""
+    number: the number by which the runner knows the adapter; 0 while the adapter is read. num_users: requests in the
+    batch that use it. wanted_by: the request that the adapter is read for, until a request uses it. Until then, no load
+    evicts it."""
 
     model: ServedModel
     nbytes: int

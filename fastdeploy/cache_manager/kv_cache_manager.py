@@ -1,26 +1,193 @@
-"""The KV blocks of requests: match a prefix, take blocks, grow, publish computed blocks, release."""
+"""The KV blocks of requests: match a prefix, take blocks, grow, publish computed blocks, release.
+
+Computed blocks are found by an index: a trie whose edges are tuples of token ids. A lookup compares the token ids
+themselves, below the root of one namespace (KV namespace of the weights, cache_salt). So no hash collision can give a
+false hit, and no KV of other weights is found.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from fastdeploy.cache_manager.block_pool import BlockPool
-from fastdeploy.cache_manager.prefix_index import Node, PrefixIndex
 from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Request
 
 
+class BlockPool:
+    """The blocks of the KV cache, by their ids 0 .. num_blocks-1, with the number of references to each.
+
+    A free block may still hold content that ``PrefixIndex`` can find. Blocks without such content are taken first,
+    then the least recently released ones. ``on_evict(block)`` is called for each block taken.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]):
+        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self._on_evict = on_evict
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` blocks with one reference each. None, with nothing taken, if there are fewer."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._on_evict(block)
+            self.references[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """Add a reference to a block, which may be free and still hold its content."""
+        if self.references[block] == 0:
+            del self._free[block]
+        self.references[block] += 1
+
+    def release(self, blocks: Iterable[int], indexed: Callable[[int], bool]) -> None:
+        """Give back one reference of each block. Blocks that are not in the prefix index are the next to be taken."""
+        for block in blocks:
+            assert self.references[block] > 0, f"block {block} released twice"
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                self._free[block] = None
+                if not indexed(block):
+                    self._free.move_to_end(block, last=False)
+
+
+class Node:
+    """A block in the trie. tokens: those whose KV is in the first slots of ``block``. They are fewer than block_size
+    only at the end of a prompt or of a request; such a node has no children. attached: False once no root leads to the
+    node any more."""
+
+    __slots__ = ("attached", "block", "children", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], block: int):
+        self.parent = parent
+        self.tokens = tokens
+        self.block = block
+        self.attached = True
+        self.children: dict[tuple[int, ...], Node] = {}
+
+
+class Root(Node):
+    """The root of one namespace. It has no block."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable):
+        super().__init__(None, (), -1)
+        self.namespace = namespace
+
+
+class PrefixIndex:
+    """A trie of computed blocks for each namespace."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._roots: dict[Hashable, Root] = {}
+        self._by_block: dict[int, list[Node]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def root(self, namespace: Hashable) -> Node:
+        """Return the root of a namespace. An eviction that leaves the root without children removes it."""
+        return self._roots.setdefault(namespace, Root(namespace))
+
+    def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
+        """Return the longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then
+        perhaps one partial block."""
+        node: Node | None = self._roots.get(namespace)
+        path: list[Node] = []
+        size = self.block_size
+        for at in range(0, len(token_ids), size):
+            if node is None:
+                break
+            node = _longest_match(node, tuple(token_ids[at : at + size]))
+            if node is not None:
+                path.append(node)
+        return path
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], block: int) -> Node:
+        """Insert ``block`` below ``parent``, and return its node. If another block already holds the same tokens, its
+        node is returned and ``block`` is not inserted."""
+        assert 0 < len(tokens) <= self.block_size
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = Node(parent, tokens, block)
+            self._by_block.setdefault(block, []).append(node)
+        return node
+
+    def evict(self, block: int) -> None:
+        """Remove the nodes of ``block``, and all nodes below them."""
+        for node in self._by_block.get(block, [])[:]:
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.tokens]
+            self._detach(node)
+            if isinstance(parent, Root) and not parent.children:  # else the root of every cache_salt would stay
+                parent.attached = False
+                del self._roots[parent.namespace]
+
+    def clear(self, chosen: Callable[[Any], bool]) -> None:
+        """Remove the roots whose namespace is ``chosen``, and all nodes below them."""
+        for namespace in [namespace for namespace in self._roots if chosen(namespace)]:
+            self._detach(self._roots.pop(namespace))
+
+    def _detach(self, top: Node) -> None:
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            node.attached = False
+            stack.extend(node.children.values())
+            node.children.clear()
+            if node.parent is not None:
+                nodes = self._by_block[node.block]
+                nodes.remove(node)
+                if not nodes:
+                    del self._by_block[node.block]
+
+    def check_integrity(self) -> None:
+        """Assert that ``_by_block`` has every reachable node, and no other."""
+        seen: Counter[int] = Counter()
+        stack = [n for root in self._roots.values() for n in root.children.values()]
+        while stack:
+            node = stack.pop()
+            assert node.parent is not None and node.parent.children[node.tokens] is node
+            assert node in self._by_block[node.block]
+            seen[node.block] += 1
+            stack.extend(node.children.values())
+        assert seen == {block: len(nodes) for block, nodes in self._by_block.items()}
+
+
+def _longest_match(node: Node, tokens: tuple[int, ...]) -> Node | None:
+    """Return the child of ``node`` with the most tokens, of those whose tokens ``tokens`` begins with."""
+    for count in range(len(tokens) if node.children else 0, 0, -1):
+        child = node.children.get(tokens[:count])
+        if child is not None:
+            return child
+    return None
+
+
 class KVGrant(NamedTuple):
-    """Result of an admission. hit_tokens: tokens that need no computing. copy: runs before the next step computes."""
+    """The blocks that a request has got to enter the batch. hit_tokens: tokens whose KV is there already. copy: a copy
+    of one block that runs before the next step computes; None = no copy."""
 
     hit_tokens: int
     copy: BlockCopy | None
 
 
 class KVCacheManager:
-    """Owns the block pool and the prefix index.
+    """The owner of the block pool and of the prefix index.
 
     Blocks are matched and published per cache_salt, in the KV namespace of the weights that serve the request's
     model. Blocks of a request with ``kv_mixed`` are not published.

@@ -26,7 +26,7 @@ class TextOptions(NamedTuple):
     detokenize: bool = True
 
 
-class Delta(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """The part of a choice that one engine output adds. first: index of its first token in the choice."""
 
     first: int
@@ -38,8 +38,8 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer, or without ``TextOptions.detokenize``,
-    the text stays empty.
+    """A choice that grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer, or without
+    ``TextOptions.detokenize``, the text stays empty.
 
     resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text includes their text,
     since a stop string or a character may begin there; ids, logprobs and spans leave them out.
@@ -76,7 +76,7 @@ class Choice:
         complete = len(self._prompt_logprobs) == self._num_prompt_tokens - 1
         return self._prompt_logprobs if complete else None
 
-    def feed(self, output: Output) -> Delta:
+    def feed(self, output: Output) -> ChoiceDelta:
         """Add an output of the engine. A stop string in it ends the choice, even if the engine ended the choice for
         another reason."""
         first = len(self.token_ids)
@@ -95,13 +95,13 @@ class Choice:
             self.message = output.message
         spans = clip_spans(output.spans, first, first + taken)
         ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
-        delta = Delta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
+        delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         merge_spans(self.spans, delta.spans)
         return delta
 
-    def _feed_prompt_only(self, output: Output) -> Delta:
+    def _feed_prompt_only(self, output: Output) -> ChoiceDelta:
         """Drop the tokens of ``output``, and note the weights that sampled the last one."""
         if output.spans:
             self.spans = [replace(output.spans[-1], start=0, end=0)]
@@ -109,7 +109,7 @@ class Choice:
         self.message = output.message
         if self.finish_reason == "error":
             self.stop_reason = output.stop_reason
-        return Delta(0, "", [], [], list(self.spans), self.finish_reason)
+        return ChoiceDelta(0, "", [], [], list(self.spans), self.finish_reason)
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
         """Decode until a stop string is complete. Return the number of tokens taken, and the stop string found."""
@@ -172,14 +172,14 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
         yield piece
 
 
-def joined(deltas: list[Delta]) -> Delta | None:
+def joined(deltas: list[ChoiceDelta]) -> ChoiceDelta | None:
     """Join consecutive deltas of one choice. None for no deltas."""
     if len(deltas) < 2:
         return deltas[0] if deltas else None
     spans: list[Span] = []
     for delta in deltas:
         merge_spans(spans, delta.spans)
-    return Delta(
+    return ChoiceDelta(
         deltas[0].first,
         "".join(delta.text for delta in deltas),
         [token for delta in deltas for token in delta.token_ids],

@@ -14,10 +14,10 @@ REPLACEMENT = "\ufffd"
 
 
 class IncrementalDecoder:
-    """Text of a growing sequence of ids. The returned texts, joined, are the decoding of all ids.
+    """The text of a growing sequence of ids. The returned texts, joined, are the decoding of all ids.
 
     The tokens before are context (``Tokenizer.context``), also those of ``prompt``, which may end inside a character.
-    length: so many ids of the prompt count; None = all.
+    length: how many ids of the prompt count; None = all.
 
     Text that a later token can change is held back. That is one U+FFFD at the end, which may be an incomplete
     character, and a run of byte tokens (``Tokenizer.byte_tokens``), since one bad byte makes U+FFFD of the whole run.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastdeploy.client.choice import Choice, Delta, TextOptions, joined, pieces
+from fastdeploy.client.choice import Choice, ChoiceDelta, TextOptions, joined, pieces
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.client.serving_client import ServingClient
@@ -102,14 +102,14 @@ class Generation:
         self.gone = True
         self._reader.wake()
 
-    async def step(self) -> list[tuple[int, Delta]]:
+    async def step(self) -> list[tuple[int, ChoiceDelta]]:
         """Wait for new tokens. Return the number of each choice that has grown, with what was added. Empty after a
         nudge.
 
         Raises the engine's refusal (RequestError), EngineDead, or EngineError if the engine failed. A choice whose
         logits were not finite has the finish_reason "error", and the others go on: see :meth:`require_an_answer`.
         """
-        deltas: list[tuple[int, Delta]] = []
+        deltas: list[tuple[int, ChoiceDelta]] = []
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):
             i = self._streams[stream]
             for output in stream.read() if not deltas else _read_quietly(stream):
@@ -117,7 +117,7 @@ class Generation:
                     deltas.append((self.n * i + output.choice, delta))
         return deltas
 
-    async def _feed(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
+    async def _feed(self, i: int, stream: RequestStream, output: Output) -> ChoiceDelta | None:
         """Give ``output`` to its choice in pieces, since an output may have the tokens of many steps."""
         deltas = []
         for piece in pieces(output, TOKENS_AT_ONCE):
@@ -126,7 +126,7 @@ class Generation:
             await self.pace.spend(1 + WORK_PER_TOKEN * len(piece.token_ids))
         return joined(deltas)
 
-    def _feed_piece(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
+    def _feed_piece(self, i: int, stream: RequestStream, output: Output) -> ChoiceDelta | None:
         choice = self.choices[self.n * i + output.choice]
         if choice.finish_reason is not None:  # a stop string ended the choice while the output was in flight
             return None

@@ -11,7 +11,7 @@ from fastdeploy.inter_communicator import messages as m
 
 
 class ServingClient(Protocol):
-    """See EngineClient, which says what each part means."""
+    """The calls and values that the HTTP routes use. EngineClient explains each of them."""
 
     connected: asyncio.Event
     closing: asyncio.Event

@@ -11,8 +11,8 @@ DEADLINE, QUEUE_TIMEOUT, ADAPTER_UNLOADED = "deadline", "queue_timeout", "adapte
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by weights (version, weight_epoch), with the adapter of this name and
-    epoch ("" = none; see ServedWeights).
+    """A range of output tokens: [start, end) were sampled by weights (version, weight_epoch), with the adapter of this
+    name and epoch ("" = none; see ServedWeights).
 
     recomputed: the request began under other weights. Since then its KV was lost (to a preemption, a cleared
     cache or an update with kv=recompute), and was computed again by later weights.

@@ -32,7 +32,7 @@ class NewSequence(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute ``count`` tokens of one sequence, at positions start, start+1, ...
+    """What a step computes of one sequence: ``count`` tokens, at positions start, start+1, ...
 
     sequence: a small number. The runner keeps the tokens and the block table of each number, until a chunk with ``new``
     gives the number to another sequence.
@@ -60,7 +60,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class BlockCopy(NamedTuple):
-    """Copy KV block ``source`` to ``target`` in every layer before the step computes."""
+    """A copy of KV block ``source`` to ``target`` in every layer, made before the step computes."""
 
     source: int
     target: int

@@ -10,7 +10,7 @@ from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 
 
 class PartReceipt(NamedTuple):
-    """Number of tensors of one source, and of their bytes."""
+    """The receipt for one source: the number of its tensors and of their bytes."""
 
     tensors: int
     nbytes: int

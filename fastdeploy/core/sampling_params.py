@@ -95,8 +95,8 @@ def check_limits(fields: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
         plain = {name: value.item() for name, value in given.items() if hasattr(value, "item")}  # numbers of numpy
         if plain:
             return check_limits(msgspec.structs.replace(fields, **plain), kind)
-        message, _, path = str(error).rpartition(" - at `$.")
-        field, expected = re.split(r"[\[`]", path)[0], message.partition(", got ")[0]
+        message, _, path = str(error).rpartition(" - at `")
+        field, expected = re.split(r"[\[`.]", path.rpartition("$.")[2])[0], message.partition(", got ")[0]
         for word, ours in WORDS.items():
             expected = expected.replace(word, ours)
         if message.startswith("Invalid enum"):

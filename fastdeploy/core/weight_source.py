@@ -1,6 +1,7 @@
 """Sources of new weights, which of them are allowed, and the form and the label of what they bring.
 
-A new kind of source is a class here, and a member of ``Source``.
+A new kind of source is a class here, a member of ``Source``, a field of the body that names it
+(http/control/protocol.py), and a way to open it (model_executor/safetensors_source.py).
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetens
 
 class SourcePolicy:
     """The sources that one engine allows. roots: folders that weights may be read from; none = no folder and no shared
-    memory. upload_dir: setting of the folder of uploads. Uploads are always allowed, since the HTTP route has checked
-    them.
+    memory. upload_dir: the setting --upload-dir. Uploads are always allowed, since the HTTP route has checked them.
 
     The loop's thread checks a source, so the check opens no file: a dead mount would block the thread. The staging
     thread checks, when it opens a folder, that the folder lies beneath a root after all links are followed."""

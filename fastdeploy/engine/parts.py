@@ -23,13 +23,13 @@ from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.chunks import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class EngineParts:
-    """The parts of one engine, from those that know least to those that know most. For the arguments see
-    CommonEngine."""
+    """The parts of one engine. They are made in this order because each is given some of those before it. For the
+    arguments see CommonEngine."""
 
     def __init__(
         self,

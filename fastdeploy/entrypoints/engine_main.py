@@ -97,7 +97,6 @@ def serve(
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
     from fastdeploy.engine.requests.retention import RetainedLog
-    from fastdeploy.engine.warm_up import warm_up
 
     boot_id = uuid.uuid4().hex
     engine = CommonEngine(
@@ -109,7 +108,7 @@ def serve(
         retained_log=RetainedLog(ipc_dir.retained_log(socket_dir)),
     )
     lifeline.stop = engine.stop
-    warm_up(runner, engine.scheduler.pacer)
+    engine.scheduler.pacer.warm_up(runner)
     collect_rarely()
     events.send("ready", boot_id=boot_id, fleet_endpoint=transport.fleet_endpoint)
     try:

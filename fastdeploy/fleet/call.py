@@ -21,8 +21,8 @@ A = TypeVar("A", bound=m.Args)
 
 @dataclass(frozen=True)
 class Context:
-    """State and settings of the fleet, and the time on the event loop's clock when the call came. in_quorum: the
-    replicas are members, so all have the state of the fleet."""
+    """State and settings of the fleet, and the time on the event loop's clock when the call came. in_quorum: whether
+    the replicas are members, which all have the state of the fleet."""
 
     state: FleetState
     config: FleetConfig

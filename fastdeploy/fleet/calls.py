@@ -45,7 +45,7 @@ class AgreeCall(FleetCall[m.Args]):
 
 
 class AbortCall(FleetCall[m.AbortArgs]):
-    """Abort requests. A request is not found only if no member has it."""
+    """A call to abort requests. A request counts as not found only if no member has it."""
 
     rule = Rule.AGREE
 
@@ -57,7 +57,7 @@ class AbortCall(FleetCall[m.AbortArgs]):
 
 
 class SetVersionCall(FleetCall[m.SetVersionArgs]):
-    """Give the weights that serve another label."""
+    """A call to give the weights that serve another label."""
 
     rule = Rule.AGREE
 
@@ -96,7 +96,7 @@ class OneMemberCall(FleetCall[m.Args]):
 
 
 class ExportCall(OneMemberCall):
-    """Export the weights of one member: all have the same."""
+    """A call to export the weights of one member: all have the same."""
 
     def work_s(self, command: Command) -> float:
         assert isinstance(self.args, m.ExportWeightsArgs)
@@ -104,7 +104,8 @@ class ExportCall(OneMemberCall):
 
 
 class LookUpCall(OneMemberCall):
-    """Ask one member for a folder in the adapter root. A read that hangs must not cost a replica."""
+    """A question to one member: is there a folder of this name in the adapter root? A read that hangs must not cost a
+    replica."""
 
     def work_s(self, command: Command) -> float:
         return self.config.stage_timeout_s
@@ -114,8 +115,9 @@ class LookUpCall(OneMemberCall):
 
 
 class LoadCall(FleetCall[m.LoadAdapterArgs]):
-    """Load and check an adapter on all, and swap it in on all afterwards, with one number. Each replica reads the
-    source for itself, so a source that is changed meanwhile may give two adapters: such a load is refused."""
+    """A call to load and check an adapter on all members, and to swap it in on all afterwards, with one number. Each
+    replica reads the source for itself, so a source that is changed meanwhile may give two adapters: such a load is
+    refused."""
 
     rule = Rule.COMMIT
 
@@ -175,7 +177,7 @@ class LoadCall(FleetCall[m.LoadAdapterArgs]):
 
 
 class UnloadCall(FleetCall[m.UnloadAdapterArgs]):
-    """Remove an adapter name."""
+    """A call to remove an adapter name."""
 
     rule = Rule.AGREE
 
@@ -210,7 +212,7 @@ class _MoveCall(FleetCall[S]):
 
 
 class SleepCall(_MoveCall[m.SleepArgs]):
-    """Send all to sleep, or wake up those that sleep already."""
+    """A call to send all members to sleep. If one refuses, those that sleep already are woken up."""
 
     def _opposite(self, asleep: Sequence[str]) -> m.Args:
         return m.WakeArgs(tuple(tag for tag in asleep if tag not in self._before))
@@ -220,14 +222,14 @@ class SleepCall(_MoveCall[m.SleepArgs]):
 
 
 class DiscardCall(SleepCall):
-    """Send all to sleep without their weights. Discarded weights do not come back, so a replica that refuses is fenced,
-    and joins asleep."""
+    """A call to send all members to sleep without their weights. Discarded weights do not come back, so a replica that
+    refuses is fenced, and joins asleep."""
 
     rule = Rule.AGREE
 
 
 class WakeCall(_MoveCall[m.WakeArgs]):
-    """Wake all up, or send those that woke up to sleep again."""
+    """A call to wake all members up. If one refuses, those that woke up are sent to sleep again."""
 
     def _opposite(self, asleep: Sequence[str]) -> m.Args:
         return m.SleepArgs(tuple(tag for tag in self._before if tag not in asleep))

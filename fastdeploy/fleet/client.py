@@ -17,7 +17,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.dispatch import Dispatcher, Lookups
-from fastdeploy.fleet.endings import ENDS, Ending
+from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.relay import Relay
@@ -268,10 +268,10 @@ class FleetClient:
         if self.closing.is_set() and not self.connected.is_set():
             raise errors.EngineDead("the server is shutting down")
 
-    def _end_requests(self, args: m.Args) -> Ending:
+    def _end_requests(self, args: m.Args) -> EndingCall:
         """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
         loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
-        ending = Ending(args)
+        ending = EndingCall(args)
         for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():
             if ending.why(relay.request) is not None:
                 relay.endings.append(ending)

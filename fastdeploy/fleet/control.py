@@ -14,7 +14,7 @@ from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.fleet.call import Context
 from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.endings import Ending
+from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import is_remote, must_send
 from fastdeploy.fleet.replica import Replica
@@ -28,7 +28,9 @@ class FleetControl:
 
     end_requests(args): ends what the call must end and what is at no replica; called when the call is sent."""
 
-    def __init__(self, config: FleetConfig, membership: Membership, end_requests: Callable[[m.Args], Ending] = Ending):
+    def __init__(
+        self, config: FleetConfig, membership: Membership, end_requests: Callable[[m.Args], EndingCall] = EndingCall
+    ):
         self._config = config
         self._membership = membership
         self.state = membership.state

@@ -37,9 +37,9 @@ MAX_LOOKUPS = 64  # at a time. Engines bound the reads, but not the names that w
 
 
 class Lookups:
-    """Looks adapters up, each name once at a time. state: of the fleet. members: those that take part in calls. call:
-    makes a call on them. ended(name, error): called after a lookup. With an error, the requests for the name must fail;
-    without one, they can be sent, or must be looked at again."""
+    """Looks up adapters in the adapter root, one lookup for each name at a time. state: of the fleet. members: those
+    that take part in calls. call: makes a call on them. ended(name, error): called after a lookup. With an error, the
+    requests for the name must fail; without one, they can be sent, or must be looked at again."""
 
     def __init__(
         self,

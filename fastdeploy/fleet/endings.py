@@ -16,19 +16,20 @@ ENDS = (m.AbortArgs, m.PauseArgs, m.SleepArgs, m.ResetArgs, m.UnloadAdapterArgs)
 
 @dataclass
 class Ended:
-    """The part of one request that a call has ended: numbers of choices, and of tokens of them that the client has."""
+    """How many choices of one request a call has ended, and how many tokens of them the client has."""
 
     choices: int = 0
     tokens: int = 0
 
 
-class Ending:
-    """A control call that ends requests. Each of these knows it from the turn of the event loop in which the call is
-    sent. The engines end what runs there; an unload lets it finish. What is at no replica ends in the gateway. So does
-    what loses its replica from then on, as nobody knows whether the engine has ended it.
+class EndingCall:
+    """A control call that ends requests. Each of these requests has it in ``Relay.endings`` from the moment in which
+    the call is sent. The engines end the requests that run there (after an unload these may finish). The gateway ends
+    the requests that are at no replica, and those that lose their replica later: nobody knows whether its engine has
+    ended them.
 
-    ended: what has ended in the gateway, by the ids that clients know. failed: the call has failed, so the requests
-    that have not ended go on."""
+    ended: the requests that the gateway has ended, by the ids that clients know. failed: the call has failed, so the
+    requests that have not ended go on."""
 
     def __init__(self, args: m.Args):
         self.ended: dict[str, Ended] = {}

@@ -43,7 +43,8 @@ class JoinBlocked(FleetCallFailed):
 
 
 class Difference(NamedTuple):
-    """A part of an engine's state that is not the fleet's. what: for people. mend: makes it so."""
+    """A difference between the state of an engine and that of the fleet. what: a description for people. mend: removes
+    the difference."""
 
     what: str
     mend: Callable[[], Awaitable[object]]

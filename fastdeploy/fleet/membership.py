@@ -32,8 +32,9 @@ JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Membership:
-    """Follows the launcher, leads every replica, and lets it join. changed: called after each change of the members.
-    connector: makes the connector to a replica's engine. state: of the fleet. hosts: of replicas elsewhere."""
+    """The replicas of one gateway: it follows the launcher, leads every replica, and lets it join. changed: called
+    after each change of the members. connector: makes the connector to a replica's engine. state: of the fleet. hosts:
+    of replicas elsewhere."""
 
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, changed: Callable[[], None]):
         self._config = config
@@ -295,7 +296,7 @@ class Membership:
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, without a call of this gateway. Learn
         their fingerprint, if it is not known."""
-        state, replica.seen_revision = self.state, revision
+        state = self.state
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
         if replica.weight_epoch != state.weight_epoch:

@@ -37,7 +37,7 @@ def _show_ttl(hold: dict[str, Any], state: FleetState, now: float) -> None:
 
 
 class PauseCall(FleetCall[m.PauseArgs]):
-    """Place a hold on all, or on none. Anonymous holds get one name for the whole fleet.
+    """A call to place a hold on all members, or on none. Anonymous holds get one name for the whole fleet.
 
     Pause calls on one hold may overlap, with resumes between them. The members see all of these in one order, so what
     stands at the end is what the last message in that order says. So a call that fails releases its hold only if no
@@ -130,7 +130,7 @@ class _ReleaseCall(FleetCall[R]):
 
 
 class ResumeCall(_ReleaseCall[m.ResumeArgs]):
-    """Release holds. The order of sending decides which pause calls this one follows."""
+    """A call to release holds. The order of sending decides which pause calls it follows."""
 
     def _matches(self, key: HoldKey, hold: FleetHold) -> bool:
         hold_id = self.args.hold_id
@@ -138,7 +138,7 @@ class ResumeCall(_ReleaseCall[m.ResumeArgs]):
 
 
 class RenewCall(FleetCall[m.RenewArgs]):
-    """Set the gateway's ttl of a hold, and the later one of the engines."""
+    """A call to set the ttl of a hold: that of the gateway, and the later one of the engines."""
 
     rule = Rule.AGREE
 
@@ -169,7 +169,7 @@ class PauseStatusCall(FleetCall[m.PauseStatusArgs]):
 
 
 class ResetCall(_ReleaseCall[m.ResetArgs]):
-    """Reset all. Anonymous holds and the open sessions end, and no adapter is left."""
+    """A call to reset all members. Anonymous holds and open weight sessions end, and no adapter is left."""
 
     def on_send(self) -> None:
         super().on_send()

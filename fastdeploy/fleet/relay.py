@@ -19,7 +19,7 @@ from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest, part_id
-from fastdeploy.fleet.endings import Ending
+from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Route, Seen
 from fastdeploy.inter_communicator.messages import Output
@@ -43,8 +43,8 @@ class Placer(Protocol):
 
 @dataclass(eq=False)
 class RequestPart:
-    """Choices [first, first + num) of a request: all of them, or one. request_id: for the engine. base: tokens of the
-    choice that the client has. refused_by: names of replicas."""
+    """Choices [first, first + num) of a request: all of them, or one. request_id: the id that the engine gets. base:
+    how many tokens of the choice the client has. refused_by: the names of replicas that refused it."""
 
     relay: Relay
     first: int
@@ -102,10 +102,11 @@ class RequestPart:
 
 
 class Relay:
-    """A request of a client. outer: its stream, which the client reads. seen: its next token is not of older weights.
-    tokens: by choice, those that the client has. num_losses: of replicas. on_end: called at each choice's end, with the
-    number of its tokens. endings: calls that end the request, in their order. Unless they fail, its replica may finish
-    it, but no other one goes on with it. The request always has a seed."""
+    """A request of a client. outer: its stream, which the client reads. seen: the weights that the client has seen; no
+    later token is of older ones. tokens: those that the client has, by choice. num_losses: how often its replica was
+    lost. on_end: called at each choice's end, with the number of its tokens. endings: the calls that end the request,
+    in their order. While one of them has not failed, the request may finish at its replica, but goes on at no other.
+    The request always has a seed."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Relay:
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]
         self.began = asyncio.get_running_loop().time()
         self.num_losses = 0
-        self.endings: list[Ending] = []
+        self.endings: list[EndingCall] = []
         self._vain_losses = [(0, 0)] * request.n  # by choice: losses since its last token, and tokens at the last one
         self.parts: set[RequestPart] = set()
         self.attempts: set[Attempt] = set()
@@ -242,7 +243,7 @@ class Relay:
             self._end_as_asked(choices)
 
     @property
-    def _endings_in_force(self) -> list[Ending]:
+    def _endings_in_force(self) -> list[EndingCall]:
         return [ending for ending in self.endings if not ending.failed]
 
     def _end_as_asked(self, choices: Sequence[int]) -> None:
@@ -273,8 +274,8 @@ class Relay:
 
 
 class Attempt(RequestStream):
-    """The stream of a part at a replica. Passes its outputs on at once, and keeps none. Its reader is that of the
-    client's stream. started: it has an output."""
+    """The stream of a part at a replica. It passes its outputs on at once, and keeps none. The client's stream has the
+    same reader. started: it has an output."""
 
     def __init__(
         self,

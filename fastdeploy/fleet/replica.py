@@ -18,9 +18,9 @@ LOAD = ("running", "waiting", "available_gpu_block_num", "max_num_seqs")
 
 
 class ReplicaState(Enum):
-    """STARTING: no engine was connected yet. JOINING: connected, and being brought to the fleet's state. MEMBER: gets
-    requests, and takes part in every control call. DRAINING: a member that gets no new requests. FENCED: was connected,
-    is cut off, and is being replaced. REMOVED: gone for good."""
+    """The states of a replica. STARTING: no engine was connected yet. JOINING: connected, and being brought to the
+    fleet's state. MEMBER: gets requests, and takes part in every control call. DRAINING: a member that gets no new
+    requests. FENCED: was connected, is cut off, and is being replaced. REMOVED: gone for good."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -69,13 +69,12 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 class Replica:
     """One engine of the fleet. placement: where it is. connector: to its engine. client: of its engine; another one
     after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router). slots:
-    choices in one batch. max_waiting: choices that may wait there, as of its last engine. trust: the part of a
+    choices in one batch. max_waiting: choices that may wait there, as of its last engine. trust: the share of a
     session's prefix that is found there, from 0 to 1, as measured. weight_epoch, version: of the weights that it
-    serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. seen_revision: of the
-    fleet's state at the last renewal of the lease; -1 = none, or the state was changing. why: reason of the last loss,
-    fence or failed join. drains: it shall get no new requests, also when it joins again. changed(replica): called after
-    each change of the state. lost(replica, error): called when its engine is lost, after the change of the state and
-    before its open requests fail."""
+    serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last
+    loss, fence or failed join. drains: whether it shall get no new requests, also when it has joined again.
+    changed(replica): called after each change of the state. lost(replica, error): called when its engine is lost, after
+    the change of the state and before its open requests fail."""
 
     def __init__(
         self,
@@ -95,7 +94,6 @@ class Replica:
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}
-        self.seen_revision = -1
         self.drains = False
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there

@@ -11,7 +11,7 @@ from typing import Any
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, EngineError, EngineStalled, FastDeployError, NotLeader
 from fastdeploy.fleet.call import FleetCall
-from fastdeploy.fleet.endings import Ending
+from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.reports import refusal, replica_report, with_boot_id
 from fastdeploy.fleet.transaction import WAITING, Action, Command, Phase, Rule, Send, Transaction, Vote
@@ -33,7 +33,7 @@ class RunningCall:
         self,
         call: FleetCall[Any],
         replicas: Sequence[Replica],
-        ending: Ending,
+        ending: EndingCall,
         fence: Callable[[Replica, str], None],
         ended: Callable[[RunningCall], None],
         not_leader: Callable[[NotLeader], None],

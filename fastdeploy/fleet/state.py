@@ -31,18 +31,17 @@ class OverlappingCalls(Generic[Key, Value]):
     Calls may overlap, and all members see them in this order. So a thing is there if the last call has placed it. A
     call that fails leaves the list; one that succeeds drops the calls before it, which do not matter any more.
 
-    standing: the things that are there, as their last call has placed them."""
+    standing: the things that are there, as their last call has placed them. Kept up to date and not made anew, since it
+    is read for each request, and may have thousands of adapters."""
 
     def __init__(self, standing: Mapping[Key, Value] | None = None):
-        self._calls: dict[Key, list[Value | Removal]] = {key: [value] for key, value in (standing or {}).items()}
-
-    @property
-    def standing(self) -> dict[Key, Value]:
-        return {key: calls[-1] for key, calls in self._calls.items() if not isinstance(calls[-1], Removal)}
+        self.standing: dict[Key, Value] = dict(standing or {})
+        self._calls: dict[Key, list[Value | Removal]] = {key: [value] for key, value in self.standing.items()}
 
     def place(self, key: Key, value: Value) -> None:
         """Add a call that places a thing."""
         self._calls.setdefault(key, []).append(value)
+        self.standing[key] = value
 
     def remove(self, matches: Callable[[Key, Value], bool]) -> dict[Key, Removal]:
         """Add a call that removes the things which match, also those that another call is removing. Return it, by the
@@ -51,6 +50,7 @@ class OverlappingCalls(Generic[Key, Value]):
         removals = {key: Removal() for key, values in placed.items() if values and matches(key, values[-1])}
         for key, removal in removals.items():
             self._calls[key].append(removal)
+            self.standing.pop(key, None)
         return removals
 
     def before(self, key: Key, value: Value) -> Value | None:
@@ -74,10 +74,15 @@ class OverlappingCalls(Generic[Key, Value]):
             calls.remove(call)
             if not calls:
                 self.forget(key)
+            elif isinstance(last := calls[-1], Removal):
+                self.standing.pop(key, None)
+            else:
+                self.standing[key] = last
 
     def forget(self, key: Key) -> None:
         """Drop all calls on a thing: no member has it any more."""
         self._calls.pop(key, None)
+        self.standing.pop(key, None)
 
 
 @dataclass(eq=False)

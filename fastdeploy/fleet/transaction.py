@@ -35,7 +35,8 @@ class Command(Enum):
 
 
 class Vote(Enum):
-    """States of a participant. Those in WAITING owe an answer; the value is the command that they have not answered."""
+    """The states of a participant. In those of WAITING it owes an answer; the value there is the command that it has
+    not answered."""
 
     ASKED = "asked"
     PREPARED = "prepared"
@@ -99,14 +100,15 @@ ENTRY: dict[Phase, tuple[Command, Vote]] = {
 
 
 class Send(NamedTuple):
-    """Send the messages of this command to the replica. If there are none, it counts as accepted."""
+    """The action to send the messages of this command to the replica. If there are none, the command counts as
+    accepted."""
 
     name: str
     command: Command
 
 
 class Fence(NamedTuple):
-    """Cut the replica off, and have it join again."""
+    """The action to cut the replica off, and to have it join again."""
 
     name: str
     why: str

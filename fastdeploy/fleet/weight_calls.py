@@ -108,7 +108,8 @@ class WeightSessionCall(FleetCall[A]):
 
 
 class BeginCall(FleetCall[m.BeginUpdateArgs]):
-    """Open a session on all, or on none. A begin with the same key finds the same session on each replica."""
+    """A call to open a weight session on all members, or on none. A begin with the same key finds the same session on
+    each replica."""
 
     rule = Rule.UNDO
 
@@ -144,7 +145,7 @@ class BeginCall(FleetCall[m.BeginUpdateArgs]):
 
 
 class PartCall(WeightSessionCall[m.UpdatePartArgs]):
-    """Add a part on all. A part that a replica refuses ends the session on all."""
+    """A call to add a part on all members. A part that a replica refuses ends the session on all."""
 
     rule = Rule.UNDO
 
@@ -166,7 +167,7 @@ class PartCall(WeightSessionCall[m.UpdatePartArgs]):
 
 
 class CheckCall(WeightSessionCall[m.CheckUpdateArgs]):
-    """Ask all about an upload, and renew the lease of its session."""
+    """A question to all members: would they refuse an upload? It renews the lease of the upload's session."""
 
     def on_send(self) -> None:
         if (session := self.session) is not None:
@@ -177,7 +178,7 @@ class CheckCall(WeightSessionCall[m.CheckUpdateArgs]):
 
 
 class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
-    """Check the new weights on all, and swap them in on all afterwards, with one number."""
+    """A call to check the new weights on all members, and to swap them in on all afterwards, with one number."""
 
     rule = Rule.COMMIT
 
@@ -268,7 +269,7 @@ class UpdateCall(CommitCall):
 
 
 class AbortUpdateCall(FleetCall[m.AbortUpdateArgs]):
-    """End a session on all. A replica that does not know the session has nothing to end."""
+    """A call to end a weight session on all members. A replica that does not know the session has nothing to end."""
 
     rule = Rule.AGREE
 
@@ -301,9 +302,9 @@ class AbortUpdateCall(FleetCall[m.AbortUpdateArgs]):
 
 
 class WeightInfoCall(FleetCall[m.WeightInfoArgs]):
-    """Label and fingerprint of all, and the checksums of one member. Equal fingerprints over all tensors show that the
-    checksums are equal too, so the others need not compute them. Members that differ outside of a commit are an
-    error."""
+    """A question for the label and fingerprint of all members, and for the checksums of one. Equal fingerprints over
+    all tensors show that the checksums are equal too, so the others need not compute them. Members that differ outside
+    of a commit are an error."""
 
     def participants(self, names: Sequence[str]) -> Sequence[str]:
         self._first = names[0]

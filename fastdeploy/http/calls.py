@@ -90,8 +90,8 @@ def catching(answer: ErrorAnswer) -> Callable[[Route], Route]:
 
 
 class Routes:
-    """Routes of ``router`` whose handlers get the checked fields of a call, and return the content of the answer. read:
-    one of the readers of this module. reply: makes the answer of its content."""
+    """The routes of ``router`` whose handlers get the checked fields of a call, and return the content of the answer.
+    read: one of the readers of this module. reply: makes the answer of its content."""
 
     def __init__(
         self, router: APIRouter, read: Reader = read_lenient, reply: Callable[[Any], Response] = json_response

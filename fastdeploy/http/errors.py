@@ -55,7 +55,7 @@ def error_response(error: Exception, **extra: Any) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer our own exceptions and those of the router. middleware.LastResort answers all others."""
+    """Answer our own exceptions and those of the router. app.LastResort answers all others."""
 
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)

@@ -45,8 +45,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """End choices without an Output. choice: None = all. reason: "stop" (the API server found a stop string) or "abort"
-    (the client disconnected). An unknown id is ignored."""
+    """Message to end choices, for which no Output follows. choice: None = all. reason: "stop" (the API server found a
+    stop string) or "abort" (the client disconnected). An unknown id is ignored."""
 
     request_id: str
     choice: int | None = None
@@ -64,10 +64,10 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class PauseArgs(Args, frozen=True):
-    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
-    on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous.
-    scope: id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as
-    anonymous; a gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
+    """The call that pauses a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's
+    default. on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None =
+    anonymous. scope: id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that
+    counts as anonymous; a gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
@@ -82,15 +82,15 @@ class PauseArgs(Args, frozen=True):
 
 
 class ResumeArgs(Args, frozen=True):
-    """Release a hold of the scope. hold_id: None = all anonymous holds."""
+    """The call that releases a hold of the scope. hold_id: None = all anonymous holds."""
 
     hold_id: str | None = None
     scope: str = WHOLE_ENGINE
 
 
 class RenewArgs(Args, frozen=True):
-    """Set the end of a hold to ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with
-    HoldNotFound if there is no such hold."""
+    """The call that sets the end of a hold to ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails
+    with HoldNotFound if there is no such hold."""
 
     hold_id: str
     ttl_s: float | None = None
@@ -103,10 +103,10 @@ class PauseStatusArgs(Args, frozen=True):
 
 
 class AbortArgs(Args, frozen=True):
-    """End requests with reason "abort" and the tokens that they have. One of the three fields must be given. lora_name:
-    all requests of this adapter. A name that nobody knows has none, and is reported like an unknown id: a trainer may
-    abort before it loads the name for the first time. While a gateway leads, another connection ends only its own
-    requests, by their ids; those of others count as not found.
+    """The call that ends requests, with reason "abort" and the tokens that they have. One of the three fields must be
+    given. lora_name: all requests of this adapter. A name that nobody knows has none, and is reported like an unknown
+    id: a trainer may abort before it loads the name for the first time. While a gateway leads, another connection ends
+    only its own requests, by their ids; those of others count as not found.
 
     Reply: {"aborted": [{"request_id", "output_token_count"}], "not_found": [ids, or the name of the adapter]}."""
 
@@ -120,10 +120,11 @@ class AbortArgs(Args, frozen=True):
 
 
 class SetVersionArgs(Args, frozen=True):
-    """Give the weights that serve another label, which later tokens carry. Nothing else changes.
+    """The call that gives the weights that serve another label, which later tokens carry. Nothing else changes.
 
-    Two fields are for an engine that joins a fleet and has the fleet's tensors. weight_epoch: also another number, not
-    below that of now; then new requests find no prefix that was cached before. eos_token_ids: also other EOS ids."""
+    Two fields are for an engine that joins a fleet and has the fleet's tensors. weight_epoch: a number that is not
+    below the present one; with another number, new requests find no prefix that was cached before. eos_token_ids: the
+    EOS ids from then on."""
 
     version: str
     weight_epoch: int | None = None
@@ -131,21 +132,22 @@ class SetVersionArgs(Args, frozen=True):
 
 
 class ResetArgs(Args, frozen=True):
-    """Abort all requests, release anonymous holds, end the open session and all loads of adapters, unload all adapters
-    and clear the KV, for a trainer that starts again. version: new label of the weights."""
+    """The call of a trainer that starts again: it aborts all requests, releases anonymous holds, ends the open weight
+    session and all loads of adapters, unloads all adapters and clears the KV. version: new label of the weights."""
 
     version: str | None = None
 
 
 class ResetCacheArgs(Args, frozen=True):
-    """Forget all cached prefixes. running: requests in flight lose their KV too, and are recomputed. Reply: {"success":
-    true, "requests_to_recompute": n}. Works in every state."""
+    """The call that forgets all cached prefixes. running: requests in flight lose their KV too, and are recomputed.
+    Reply: {"success": true, "requests_to_recompute": n}. Works in every state."""
 
     running: bool = False
 
 
 class SleepArgs(Args, frozen=True):
-    """Give memory back to the system, behind a pause with the system hold "sleep". The reply comes afterwards.
+    """The call that gives memory back to the system, behind a pause with the system hold "sleep". The reply comes
+    afterwards.
 
     tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
     mode: of the pause. discard: the weights are not kept. After the wake-up the system hold "republish" is in force
@@ -162,9 +164,9 @@ class SleepArgs(Args, frozen=True):
 
 
 class WakeArgs(Args, frozen=True):
-    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep. The
-    reply comes when the weights are read back. StagingTimeout if that takes longer than --stage-timeout-s: the weights
-    sleep on, and the call may be repeated.
+    """The call that takes memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that
+    sleep. The reply comes when the weights are read back. StagingTimeout if that takes longer than --stage-timeout-s:
+    the weights sleep on, and the call may be repeated.
 
     WrongOrder for a tag that does not sleep, or not yet; for kv_cache while the weights sleep; and during another
     wake-up."""
@@ -173,10 +175,10 @@ class WakeArgs(Args, frozen=True):
 
 
 class WeightInfoArgs(Args, frozen=True):
-    """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "eos_token_ids",
-    "dtype": of the weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}.
-    checksums: reply also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of
-    them}."""
+    """The question for the weights that serve. Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors
+    that serve or null, "eos_token_ids", "dtype": of the weights, "standby_nbytes": memory of the standby copy,
+    "session": {...} or null, "asleep": [tags]}. checksums: reply also {"checksums": {tensor: sha256 hex of the values
+    that serve}, "checksum": one over all of them}."""
 
     reads = True
 
@@ -189,8 +191,8 @@ class ModelInfoArgs(Args, frozen=True):
 
 
 class LeadArgs(Args, frozen=True):
-    """Make the connection of this call the only one that may change the engine's state, as the gateway of a fleet does.
-    Repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
+    """The call of a fleet's gateway that makes its connection the only one that may change the engine's state. It is
+    repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
     NotLeader, which names the leader; calls that only read are not. The end of the lease lets another controller lead,
     and changes nothing else.
 
@@ -210,21 +212,21 @@ class LeadArgs(Args, frozen=True):
 
 
 class FleetStateArgs(Args, frozen=True):
-    """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
-    the fields of CommittedState (core/served_weights.py), "phase", "is_paused", "rejecting_new_requests", "holds": [as
-    in PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to
-    this number is given to a name that is not loaded, "prepared_loads": [names], "asleep": [tags], "session": as in
-    WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs", "last_change":
-    [term, number] of the last change that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has
-    led."""
+    """The question for the engine's state. Reply: all that a gateway needs to build the state of its fleet anew:
+    {"fleet", "controller", "term", "boot_id", the fields of CommittedState (core/served_weights.py), "phase",
+    "is_paused", "rejecting_new_requests", "holds": [as in PauseStatusArgs, of all scopes], "adapters": [as in
+    AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to this number is given to a name that is not loaded,
+    "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running", "waiting": numbers of
+    choices, "available_gpu_block_num", "max_num_seqs", "last_change": [term, number] of the last change that came (see
+    Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has led."""
 
     reads = True
 
 
 class ExportWeightsArgs(Args, frozen=True):
-    """Write the weights that serve to a new file in the upload folder, as safetensors with the names and types of a
-    checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller deletes the
-    file. UpdateInProgress if a commit changed the weights meanwhile."""
+    """The call that writes the weights that serve to a new file in the upload folder, as safetensors with the names and
+    types of a checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller
+    deletes the file. UpdateInProgress if a commit changed the weights meanwhile."""
 
     leader_only = False
 
@@ -232,7 +234,8 @@ class ExportWeightsArgs(Args, frozen=True):
 
 
 class RetainedArgs(Args, frozen=True):
-    """Reply: {"known": whether a request with this id runs here or has a retained result}."""
+    """The question whether this engine knows a request with retain_s. Reply: {"known": whether a request with this id
+    runs here or has a retained result}."""
 
     reads = True
 
@@ -240,15 +243,15 @@ class RetainedArgs(Args, frozen=True):
 
 
 class MetricsArgs(Args, frozen=True):
-    """Reply.result = {"text": Prometheus exposition}."""
+    """The question for the metrics. Reply: {"text": Prometheus exposition}."""
 
     reads = True
     shows_replicas = False
 
 
 class EventsArgs(Args, frozen=True):
-    """Ask for the state and for what has happened since the last call, for viewers of /ui. An API server calls only
-    while it has viewers. after: "next" of the last reply; 0 at first. requests: reply the live requests too.
+    """The question for the state and for what has happened since the last call, for viewers of /ui. An API server calls
+    only while it has viewers. after: "next" of the last reply; 0 at first. requests: reply the live requests too.
 
     Reply: {"now": on the clock of the events, "next", "events": [Event] after ``after``, "lost": number of events that
     came too fast to be kept, "state": {...}, "requests": [...] if asked for or if events were lost}. After a restart of
@@ -287,7 +290,8 @@ ToEngine = Hello | AddRequest | CancelRequest | Call | FenceAck
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """boot_id changes with every start of an engine process. software: version of this package at the engine."""
+    """The answer to Hello. boot_id changes with every start of an engine process. software: version of this package at
+    the engine."""
 
     boot_id: str
     pid: int
@@ -351,7 +355,8 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fence(msgspec.Struct, frozen=True, tag=True):
-    """Request for a FenceAck, once every earlier message has been handed to the waiting requests."""
+    """Request for a FenceAck. The client sends it once every earlier message has been handed to the waiting
+    requests."""
 
     fence_id: int
 

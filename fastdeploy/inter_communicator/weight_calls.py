@@ -46,8 +46,8 @@ class UpdateWeightsArgs(Args, frozen=True):
 
 
 class BeginUpdateArgs(Args, frozen=True):
-    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id, "fingerprint" and
-    "dtype" as in WeightInfoArgs}.
+    """The call that opens a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id,
+    "fingerprint" and "dtype" as in WeightInfoArgs}.
 
     expected_version: the update is refused unless this version serves, now and at the commit.
     kv: keep or recompute the KV of requests in flight.
@@ -99,10 +99,10 @@ class UpdatePartArgs(Args, frozen=True):
 
 
 class CheckUpdateArgs(Args, frozen=True):
-    """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
-    session (found as in UpdatePartArgs), whose lease is renewed. Without a session the upload is an update with the
-    fields of ``begin``. form: of the part. Reply: {"session_id": of the session or null, "lease_s": of the session}, or
-    the error of the refusal."""
+    """The question whether the engine would refuse an upload, before its bytes are received. The upload is a part of
+    the open session (found as in UpdatePartArgs), whose lease is renewed. Without a session the upload is an update
+    with the fields of ``begin``. form: of the part. Reply: {"session_id": of the session or null, "lease_s": of the
+    session}, or the error of the refusal."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
@@ -115,11 +115,11 @@ class CheckUpdateArgs(Args, frozen=True):
 
 
 class CommitUpdateArgs(Args, frozen=True):
-    """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
-    there is none. version, kv, fingerprint: replace those of begin. weight_epoch: number of the new weights, above that
-    of the weights that serve (VersionConflict otherwise); None = the next one. eos_token_ids: of the new weights,
-    whatever their source names; None = those that the source names, or else those of now. So a replica that joins a
-    fleet gets every field of CommittedState (core/served_weights.py) in its commit.
+    """The call that commits a weight session. Reply: a report. session_id: None = the open session of ``placed_by``;
+    WrongOrder if there is none. version, kv, fingerprint: replace those of begin. weight_epoch: number of the new
+    weights, above that of the weights that serve (VersionConflict otherwise); None = the next one. eos_token_ids: of
+    the new weights, whatever their source names; None = those that the source names, or, if it names none, the present
+    ones. So a replica that joins a fleet gets every field of CommittedState (core/served_weights.py) in its commit.
 
     prepare: make every check of the commit, and swap nothing. Reply: {"session_id", "fingerprint", "eos_token_ids":
     those that the source names, or null}. Afterwards the
@@ -138,14 +138,15 @@ class CommitUpdateArgs(Args, frozen=True):
 
 
 class AbortUpdateArgs(Args, frozen=True):
-    """End a weight session without a commit. session_id: None = any open one. Reply: {"aborted": [session ids]}."""
+    """The call that ends a weight session without a commit. session_id: None = any open one. Reply: {"aborted":
+    [session ids]}."""
 
     session_id: str | None = None
 
 
 class LoadAdapterArgs(Args, frozen=True):
-    """Load a PEFT adapter under a name, or replace the adapter of that name between two steps. A refused adapter
-    changes nothing. Reply: a report.
+    """The call that loads a PEFT adapter under a name, or replaces the adapter of that name between two steps. A
+    refused adapter changes nothing. Reply: a report.
 
     source: a PEFT folder, or the tensors alone (adapter_model.safetensors) in a file or shared memory. config: the
     content of adapter_config.json, for a source that is not a folder. path: the origin to show in /v1/models.
@@ -173,19 +174,19 @@ class LoadAdapterArgs(Args, frozen=True):
 
 
 class LookUpAdapterArgs(Args, frozen=True):
-    """Ask whether --adapter-root has a folder of this name. Reply: {"lora_name", "path"}, or ModelNotFound. Changes
-    nothing, so a gateway asks this before a load with ``lookup``."""
+    """The question whether --adapter-root has a folder of this name. Reply: {"lora_name", "path"}, or ModelNotFound.
+    Changes nothing, so a gateway asks this before a load with ``lookup``."""
 
     lora_name: str
 
 
 class EndLoadArgs(Args, frozen=True):
-    """Finish a load that was made with ``prepare``: swap the adapter in between two steps (commit), or forget the load.
-    adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one, or, for a name
-    that is not loaded, a number above those of all adapters that were unloaded. fingerprint: that of the adapter which
-    was prepared; a load that has another one by now is left alone; None = whatever is prepared. A commit raises
-    WrongOrder if no such load is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}, also
-    if there was none any more."""
+    """The call that ends a load that was made with ``prepare``: the adapter is swapped in between two steps (commit),
+    or the load is forgotten. adapter_epoch: number of the new adapter, above that of the one it replaces; None = the
+    next one, or, for a name that is not loaded, a number above those of all adapters that were unloaded. fingerprint:
+    that of the adapter which was prepared; a load that has another one by now is left alone; None = whatever is
+    prepared. A commit raises WrongOrder if no such load is prepared. Reply: the report of the load, or {"lora_name",
+    "status": "dropped"}, also if there was none any more."""
 
     lora_name: str
     commit: bool
@@ -194,22 +195,23 @@ class EndLoadArgs(Args, frozen=True):
 
 
 class UnloadAdapterArgs(Args, frozen=True):
-    """Remove a name at once. Its running requests finish on the weights they have. ModelNotFound for an unknown name.
-    Reply: {"lora_name", "lora_int_id", "adapter_epoch", "requests_in_flight"}."""
+    """The call that removes a name at once. Its running requests finish on the weights they have. ModelNotFound for an
+    unknown name. Reply: {"lora_name", "lora_int_id", "adapter_epoch", "requests_in_flight"}."""
 
     lora_name: str
 
 
 class AdaptersArgs(Args, frozen=True):
-    """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version",
-    "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes", "in_memory", "requests"]}."""
+    """The question for all adapters. Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id",
+    "adapter_epoch", "version", "fingerprint" (see AdapterInfo in core/runner.py), "path", "rank", "nbytes",
+    "in_memory", "requests"]}."""
 
     reads = True
 
 
 class ExportAdapterArgs(Args, frozen=True):
-    """Ask where the engine's own copy of an adapter is, a PEFT folder that is there until the name is replaced or
-    unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
+    """The question where the engine's own copy of an adapter is: a PEFT folder that is there until the name is replaced
+    or unloaded. Reply: {"path", "fingerprint", version, weight_epoch, lora_name, adapter_epoch}. ModelNotFound for an
     unknown name."""
 
     leader_only = False

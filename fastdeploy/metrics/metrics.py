@@ -1,10 +1,11 @@
-"""The engine's Prometheus metrics."""
+"""The engine's Prometheus metrics, and the watch for logits that are not finite."""
 
 from __future__ import annotations
 
 import collections
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fastdeploy.core.config import PAUSE_MODES
+from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason, NewTokens, Request
 
+log = logging.getLogger("fastdeploy.engine")
 _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
 
 
@@ -123,3 +126,31 @@ class EngineMetrics:
     def render(self) -> str:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
+
+
+class NonFiniteWatch:
+    """A count of the rows of logits that are not finite. If the first step that samples with new weights has such a
+    row, the training has probably diverged, and the log gets a warning."""
+
+    def __init__(self, metrics: EngineMetrics):
+        self._metrics = metrics
+        self._seen_epoch = -1
+
+    def observe(self, plan: StepPlan, num_sequences: int, num_non_finite: int) -> None:
+        """Look at one step. num_sequences: those that got tokens. num_non_finite: those that ended because their logits
+        were not finite."""
+        if num_non_finite:
+            self._metrics.non_finite_rows.inc(num_non_finite)
+        served = plan.chunks[0].served
+        if served.weight_epoch == self._seen_epoch or not num_sequences + num_non_finite:
+            return
+        self._seen_epoch = served.weight_epoch
+        if num_non_finite:
+            self._metrics.non_finite_commits.inc()
+            log.warning(
+                "the first step of weights %r (weight_epoch %d) gave logits that are not finite for %d of %d sequences",
+                served.version,
+                served.weight_epoch,
+                num_non_finite,
+                num_sequences + num_non_finite,
+            )

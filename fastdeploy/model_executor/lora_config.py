@@ -67,7 +67,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class LoraSetting(NamedTuple):
-    """The adapter of one module: scaling * (x @ A.T) @ B.T is added, A [rank, in_features], B [out_features, rank]."""
+    """The adapter of one module: it adds scaling * (x @ A.T) @ B.T, with A [rank, in_features], B [out_features,
+    rank]."""
 
     rank: int
     scaling: float

@@ -18,8 +18,8 @@ _DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Names are those of config.json; an architecture adds its own fields. head_dim may differ from hidden_size /
-    heads.
+    """The fields of config.json that all architectures have, under the same names. An architecture adds its own fields.
+    head_dim may differ from hidden_size / heads.
 
     dtype: the type of the checkpoint, "float32" if it names none. eos_token_ids: any of them ends a text.
     """

@@ -20,17 +20,16 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.rl.adapters import Adapters
 from fastdeploy.rl.connection import Connection
 from fastdeploy.rl.continuation import RolloutRequest
 from fastdeploy.rl.generate import RolloutGenerator
 from fastdeploy.rl.holds import TTL_S, Hold, Holds, new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import Publication, Publisher, SessionOptions
+from fastdeploy.rl.publish import Adapters, Publication, Publisher, SessionOptions
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import OnStale, is_fresh_enough
 from fastdeploy.rl.state_transfer import NamedTensors
-from fastdeploy.rl.uploads import Means, adapter_call
+from fastdeploy.rl.uploads import SendOptions, adapter_call
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -250,9 +249,9 @@ class RolloutClient:
         all tensors; if it raises, nothing is committed. options: expected_version, lease_s of /v1/weights/begin.
         Raises WrongWeights if the server serves other weights after the commit.
         """
-        means = Means(self.connection.is_local, via, folder, chunk_mb << 20, compression)
+        sending = SendOptions(self.connection.is_local, via, folder, chunk_mb << 20, compression)
         begin = options | {"kv": kv, "partial": partial} | _label(version)
-        return await self._publisher.publish(state, delta, means, SessionOptions(begin, deadline_s, before_commit))
+        return await self._publisher.publish(state, delta, sending, SessionOptions(begin, deadline_s, before_commit))
 
     async def update_weights(
         self, model_path: str, version: str | int | None = None, *, deadline_s: float = 600.0, **options: Any

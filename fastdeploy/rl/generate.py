@@ -136,4 +136,4 @@ def session_name(session: Hashable) -> str:
 
 
 class TooManyFailures(RolloutError):
-    """Says that a generation is given up. RolloutGenerator.generate turns it into RolloutFailed."""
+    """The sign that a generation is given up. RolloutGenerator.generate turns it into RolloutFailed."""

@@ -1,4 +1,5 @@
-"""Publishing weights: all tensors are staged before the commit, so the server has all of them or none."""
+"""Publishing weights: all tensors are staged before the commit, so the server has all of them or none. And loading
+adapters, counted as publications of their own for the staleness of their tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ from fastdeploy.rl.state_transfer import (
     Tensors,
     WholeTensors,
     delta_parts,
+    split_pairs,
     split_state,
-    split_stream,
 )
-from fastdeploy.rl.uploads import Means, PartCall, PartCalls
+from fastdeploy.rl.uploads import PartCall, PartCalls, SendOptions
 
 CONFIRM_S = 30.0  # limit of each call that begins, commits or aborts a session, or asks what is served
 # A delta is sent if its bytes are less than this share of the whole: servers take whole tensors faster than changes.
 MAX_DELTA_SHARE = 0.8
+MAX_NAMES = 10_000  # of adapters whose loads are counted
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Publication:
     """Weights that the server has committed.
 
     number: counts this client's publications from 1. version: the label (without a given version, the server makes one
-    of its weight_epoch). report: of the commit. tensors, nbytes: sent. full_nbytes: of the whole. changed_values:
-    values that differ from the last publication. Both are None if not known. is_delta: only these were sent."""
+    of its weight_epoch). report: of the commit. tensors, nbytes: of what was sent. full_nbytes: of the whole state.
+    changed_values: how many values differ from the last publication. These two are None if not known. is_delta: only
+    the changed values were sent."""
 
     number: int
     version: str
@@ -86,7 +89,7 @@ class Publisher:
         self,
         state: Mapping[str, Any] | NamedTensors,
         delta: str,
-        means: Means,
+        sending: SendOptions,
         options: SessionOptions,
     ) -> Publication:
         """Publish a state. delta: "auto" or "never". Raises InvalidField for a state that cannot be sent, HoldLost
@@ -96,33 +99,35 @@ class Publisher:
             raise InvalidField("delta", f"expected auto or never, got {delta!r}")
         async with self._lock:
             if not isinstance(state, Mapping):
-                return await self._publish_stream(state, means, options)
+                return await self._publish_pairs(state, sending, options)
             if not state:
                 raise InvalidField("state", "expected at least one tensor")
             tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
             require_served(tensors)
             if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, options.is_partial):
                 difference = await asyncio.to_thread(self._snapshot.difference, tensors)
-                return await self._publish_difference(tensors, self._snapshot, difference, means, options)
-            return await self._publish_whole(tensors, delta == "auto", means, options)
+                return await self._publish_difference(tensors, self._snapshot, difference, sending, options)
+            return await self._publish_whole(tensors, delta == "auto", sending, options)
 
-    async def _publish_stream(self, pairs: NamedTensors, means: Means, options: SessionOptions) -> Publication:
-        if means.via == "folder":
+    async def _publish_pairs(self, pairs: NamedTensors, sending: SendOptions, options: SessionOptions) -> Publication:
+        if sending.via == "folder":
             raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
         self._snapshot = None
         async with self._staging(options) as session:
             whole = WholeTensors(session.dtype, {})
-            parts = whole.parts(split_stream(pairs, means.part_bytes))
-            await session.stage_all(means.calls(parts), options.deadline_s)
+            parts = whole.parts(split_pairs(pairs, sending.part_bytes))
+            await session.stage_all(sending.calls(parts), options.deadline_s)
         return await self._commit(session, lambda served: options.is_partial or whole.are_all_of(served))
 
-    async def _publish_whole(self, tensors: Tensors, keeps: bool, means: Means, options: SessionOptions) -> Publication:
+    async def _publish_whole(
+        self, tensors: Tensors, keeps: bool, sending: SendOptions, options: SessionOptions
+    ) -> Publication:
         """Publish all tensors. keeps: make a snapshot of them while they are sent."""
         is_partial, self._snapshot = options.is_partial, None
         keeps = keeps and not is_partial
         async with self._staging(options) as session:
             whole = WholeTensors(session.dtype, {}, keeps)
-            await session.stage_all(means.calls(whole.parts(split_state(tensors, means))), options.deadline_s)
+            await session.stage_all(sending.calls(whole.parts(split_state(tensors, sending))), options.deadline_s)
 
         def settle(served: str) -> bool:
             is_right = is_partial or whole.are_all_of(served)
@@ -137,7 +142,7 @@ class Publisher:
         tensors: Tensors,
         last: Snapshot,
         difference: Difference,
-        means: Means,
+        sending: SendOptions,
         options: SessionOptions,
     ) -> Publication:
         """Publish the difference from ``last`` if the server serves that, else all tensors."""
@@ -147,10 +152,10 @@ class Publisher:
             async with self._staging(options, last.fingerprint if is_small else None) as session:
                 is_known = session.dtype == last.dtype
                 whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
-                parts = whole.parts(split_state(tensors, means))
+                parts = whole.parts(split_state(tensors, sending))
                 if session.is_delta:
-                    parts = delta_parts(tensors, difference, whole, means)
-                await session.stage_all(means.calls(parts), options.deadline_s)
+                    parts = delta_parts(tensors, difference, whole, sending)
+                await session.stage_all(sending.calls(parts), options.deadline_s)
 
             def settle(served: str) -> bool:
                 if not is_known:
@@ -296,3 +301,61 @@ class _WeightSession:
     @property
     def dtype(self) -> str:
         return self._answer["dtype"]
+
+
+class _Loads:
+    """The loads of one name, also of before an unload. lock: one load at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.ledger = PublicationLedger()
+
+
+class Adapters:
+    """The adapters that this client has loaded. Different names load at the same time."""
+
+    def __init__(self, connection: Connection, state: ServerState, holds: Holds):
+        self._connection = connection
+        self._state = state
+        self._holds = holds
+        self._loads: dict[str, _Loads] = {}
+
+    def ledger(self, lora_name: str) -> PublicationLedger:
+        """Return the loads of an adapter by this client, as publications. Empty for an unknown name."""
+        loads = self._loads.get(lora_name)
+        return PublicationLedger() if loads is None else loads.ledger
+
+    def _loads_of(self, lora_name: str) -> _Loads:
+        if lora_name not in self._loads and len(self._loads) >= MAX_NAMES:
+            unloaded = (name for name in self._loads if name not in self._state.adapters)
+            self._loads.pop(next(unloaded, ""), None)
+        return self._loads.setdefault(lora_name, _Loads())
+
+    async def load(self, lora_name: str, call: PartCall, deadline_s: float) -> Publication:
+        """Load an adapter. call: of /v1/adapters/load. Raises HoldLost, before the load, if a hold of this client on
+        the engine or on this adapter had ended."""
+        loads = self._loads_of(lora_name)
+        async with loads.lock:
+            await self._holds.require_standing(CONFIRM_S, lora_name)
+            return await run_shielded(self._load(lora_name, loads.ledger, call, deadline_s))
+
+    async def _load(self, lora_name: str, ledger: PublicationLedger, call: PartCall, deadline_s: float) -> Publication:
+        number = ledger.begin_publication()
+        try:
+            report = await self._connection.call("POST", "/v1/adapters/load", deadline_s, **call.arguments())
+        except BaseException:
+            ledger.end_publication()
+            raise
+        ledger.end_publication(report["boot_id"], report["adapter_epoch"])
+        self._state.note_adapter(lora_name, report["boot_id"])
+        return Publication(number, str(report["version"]), report, call.tensors, call.nbytes)
+
+    async def unload(self, lora_name: str, timeout_s: float) -> dict[str, Any]:
+        """Remove a name. Raises ModelNotFound if the server does not know the name."""
+        self._state.forget_adapter(lora_name)
+        return await self._connection.call("POST", "/v1/adapters/unload", timeout_s, json={"lora_name": lora_name})
+
+    def forget_all(self) -> None:
+        """Record that a reset unloads all adapters."""
+        for lora_name in list(self._state.adapters):
+            self._state.forget_adapter(lora_name)

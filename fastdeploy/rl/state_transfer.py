@@ -13,7 +13,7 @@ from fastdeploy.core.fingerprint import Fingerprint, fingerprint
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.deltas import Difference, Snapshot, counted, in_threads, serving_values, size_of, wire_tensor
 from fastdeploy.rl.state_encoding import HostTensor
-from fastdeploy.rl.uploads import Means, Part
+from fastdeploy.rl.uploads import Part, SendOptions
 
 Tensors = Mapping[str, HostTensor]
 NamedTensors = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
@@ -63,10 +63,10 @@ class WholeTensors:
 
 
 async def delta_parts(
-    tensors: Tensors, difference: Difference, whole: WholeTensors, means: Means
+    tensors: Tensors, difference: Difference, whole: WholeTensors, sending: SendOptions
 ) -> AsyncGenerator[Part, None]:
     """Yield the changed tensors that are sent whole, then the payloads of the others."""
-    split_bytes = means.split_bytes(difference.nbytes)
+    split_bytes = sending.split_bytes(difference.nbytes)
     changes = difference.changes
     dense = {name: tensors[name] for name, found in changes.items() if found.payload is None}
     async for part in whole.parts(state_encoding.split(dense, split_bytes)):
@@ -79,18 +79,18 @@ async def delta_parts(
     for group in state_encoding.split(payloads, split_bytes):
         fields: dict[str, Any] = {"encoding": "overwrite"}
         fields["fingerprints"] = {name: changes[name].fingerprint.hex for name in group}
-        if means.compresses:
+        if sending.compresses:
             fields["compression"] = "zstd"
             group = await asyncio.to_thread(_compressed, group)
         yield Part(group, fields)
 
 
-def split_state(tensors: Tensors, means: Means) -> Iterator[dict[str, HostTensor]]:
+def split_state(tensors: Tensors, sending: SendOptions) -> Iterator[dict[str, HostTensor]]:
     """Yield the parts of a state."""
-    return state_encoding.split(tensors, means.split_bytes(sum(tensor.data.nbytes for tensor in tensors.values())))
+    return state_encoding.split(tensors, sending.split_bytes(sum(tensor.data.nbytes for tensor in tensors.values())))
 
 
-async def split_stream(pairs: NamedTensors, part_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+async def split_pairs(pairs: NamedTensors, part_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
     """Yield the parts of a stream of tensors. Each tensor is copied, since the trainer may gather the next one into the
     same buffer."""
     part: dict[str, HostTensor] = {}

@@ -56,10 +56,10 @@ PartCalls = AsyncGenerator[PartCall, None]
 
 
 @dataclass(frozen=True)
-class Means:
-    """The way in which parts are sent. is_local: to a server on this host. via: auto, upload, shared_memory or folder.
-    folder: for the last of these. part_bytes: of one part, unless one tensor is larger. compression of deltas: auto,
-    none or zstd."""
+class SendOptions:
+    """Options of sending tensors. is_local: the server is on this host. via: auto, upload, shared_memory or folder.
+    folder: where the folder of each part is made, for via "folder". part_bytes: limit of one part, unless one tensor is
+    larger. compression: of deltas, which is auto, none or zstd."""
 
     is_local: bool
     via: str
@@ -139,7 +139,7 @@ async def adapter_call(
         plain = json.loads(json.dumps(dict(config), default=_sorted_set))
     except (TypeError, ValueError) as error:
         raise InvalidField("config", f"expected the content of an adapter_config.json: {error}") from error
-    async with Means(is_local, via).call(Part(tensors, fields | {"config": plain})) as call:
+    async with SendOptions(is_local, via).call(Part(tensors, fields | {"config": plain})) as call:
         yield call
 
 

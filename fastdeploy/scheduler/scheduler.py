@@ -22,10 +22,8 @@ from fastdeploy.core.request import (
 )
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.scheduler.adapter_room import AdapterRoom
-from fastdeploy.scheduler.pacer import StepPacer
-from fastdeploy.scheduler.queue import Gate, WaitingQueue
-from fastdeploy.scheduler.runner_sequences import RunnerSequences
+from fastdeploy.scheduler.chunks import RunnerSequences, StepPacer
+from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
 
 class Scheduler:

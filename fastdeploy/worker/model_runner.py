@@ -1,4 +1,4 @@
-"""The model of one rank: executes step plans, and exchanges weights between them."""
+"""The model runner: executes the plans of steps, and exchanges the weights between two steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
-from fastdeploy.worker.sequences import Sequences
-from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
+from fastdeploy.worker.sequences import Adapters, Sequences, picked
+from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
 from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 

@@ -1,13 +1,16 @@
-"""The sequences of the batch, kept at the runner. The plan tells of a sequence once, and then only what is new."""
+"""The sequences of the batch, kept at the runner, and the adapters of their rows. The plan tells of a sequence once,
+and then only what is new."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from fastdeploy.core.plan import NewSequence, ScheduledChunk
-from fastdeploy.model_executor.ops.interface import AttentionBatch
+from fastdeploy.model_executor.ops.interface import AdapterRows, AttentionBatch, PackedAdapter
 
 
 class Draws(NamedTuple):
@@ -100,3 +103,38 @@ def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     grown = np.zeros(sides, array.dtype)
     grown[tuple(slice(have) for have in array.shape)] = array
     return grown
+
+
+class Adapters:
+    """The packed adapters of a runner, by number."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, PackedAdapter] = {}
+
+    def add(self, number: int, packed: PackedAdapter) -> None:
+        assert number > 0 and number not in self._packed, "an adapter's number is used twice"
+        self._packed[number] = packed
+
+    def drop(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self._packed.pop(number, None)
+
+    def rows_of(self, chunks: list[ScheduledChunk], cu_tokens: np.ndarray) -> AdapterRows | None:
+        """Return the adapter of each token row; None if no chunk has an adapter. The chunks of one adapter must be
+        adjacent. cu_tokens: see ``AttentionBatch``."""
+        numbers = [chunk.served.adapter for chunk in chunks]
+        if not any(numbers):
+            return None
+        used = [number for number, _ in groupby(numbers)]
+        assert len(set(used)) == len(used), "the chunks of an adapter are not adjacent"
+        index = {number: i for i, number in enumerate(filter(None, used))} | {0: -1}
+        of_chunks = np.array([index[number] for number in numbers], np.int32)
+        rows = of_chunks.repeat(np.diff(cu_tokens))
+        return AdapterRows([self._packed[number] for number in used if number], rows)
+
+
+def picked(adapters: AdapterRows | None, rows: np.ndarray | slice) -> AdapterRows | None:
+    """Return the adapters of some of the rows, for the logits; None if none of the adapters has a part there."""
+    if adapters is None or all(adapter.lm_head is None for adapter in adapters.adapters):
+        return None
+    return AdapterRows(adapters.adapters, adapters.rows[rows])

@@ -1,20 +1,25 @@
-"""Staging of new weights: start-up, full and partial updates, and deltas, in one part or many."""
+"""Staging of new weights: start-up, full and partial updates, and deltas, in one part or many. The checks of the names
+and fingerprints of the tensors that have arrived. And the staging of adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import paddle
 
+from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
-from fastdeploy.core.runner import PartReceipt, Staged
+from fastdeploy.core.runner import AdapterInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
+from fastdeploy.model_executor.lora import read_adapter
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import DeltaItem, StageItem
-from fastdeploy.model_executor.parameters import Value
-from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source
+from fastdeploy.model_executor.ops.interface import DeltaItem, PackedAdapter, StageItem
+from fastdeploy.model_executor.parameters import Value, as_bytes
+from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source, refuse_tensor
 from fastdeploy.worker.part_reading import (
     DTYPES,
     PayloadReader,
@@ -25,7 +30,6 @@ from fastdeploy.worker.part_reading import (
     stage_items,
     stage_tensors,
 )
-from fastdeploy.worker.received import ReceivedTensors
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import Loan, LoanGuard, StandbyCopy
 
@@ -52,6 +56,77 @@ class StagedWeights(NamedTuple):
     fingerprint: str
     loan: Loan
     missed: Mapping[str, Sequence[DeltaItem]]
+
+
+class ReceivedTensors:
+    """All tensors that one update has brought so far. shapes: of every tensor that may arrive, by name, aliases
+    (Model.aliases) included. fingerprints: of the tensors that arrived; an alias that arrived is in it, though it is
+    no tensor of the model.
+
+    An alias may come as values, or as an overwrite that equals the overwrite of its tensor in the same update. The two
+    may come in any order, in different parts."""
+
+    def __init__(self, model: Model):
+        self._aliases = model.aliases
+        self._names = [name for parameter in model.parameters for name in parameter.tensors]
+        shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
+        self.shapes = shapes | {alias: shapes[name] for alias, name in model.aliases.items()}
+        self.fingerprints: dict[str, Fingerprint] = {}
+        self._overwrites: dict[str, str] = {}  # sha256 of the overwrites of aliases and of their tensors
+        self._expected: dict[str, str] = {}  # fingerprints in hex that overwritten aliases must have
+
+    def holds_whole_model(self, names: Iterable[str]) -> bool:
+        """Return whether ``names`` are, or include, all tensors of the model."""
+        return set(self._names) <= set(names)
+
+    def check_new(self, reader: SafetensorsReader) -> None:
+        """Raise WeightUpdateRefused for a tensor that arrived before."""
+        for name, entry in reader.entries.items():
+            if name in self.fingerprints or name in self._overwrites:
+                raise refuse_tensor(name, f"of {entry.file} has arrived before in this update")
+
+    def add(self, fingerprints: Mapping[str, Fingerprint], expected: Mapping[str, str]) -> None:
+        """Add tensors that have arrived as a whole. expected: fingerprints in hex that these must have. Raises
+        WeightUpdateRefused, also for an alias that differs from its tensor, if both have arrived."""
+        for name, wanted in expected.items():
+            if name not in fingerprints:
+                raise refuse_tensor(name, "has a fingerprint, but is not in the source")
+            if (found := fingerprints[name].hex) != wanted.lower():
+                raise refuse_tensor(name, f"has the fingerprint {found}, expected {wanted}")
+        self.fingerprints |= fingerprints
+        self._check_aliases(self.fingerprints)
+
+    def remove_aliases(self, overwrites: dict[str, np.ndarray], form: PartFormat) -> None:
+        """Remove the overwrites of aliases from a batch. ``complete`` compares them with those of their tensors."""
+        for alias, name in self._aliases.items():
+            for one in overwrites.keys() & {alias, name}:
+                self._overwrites[one] = hashlib.sha256(as_bytes(overwrites[one])).hexdigest()
+            if overwrites.pop(alias, None) is not None and alias in form.fingerprints:
+                self._expected[alias] = form.fingerprints[alias]
+
+    def complete(self, serving: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
+        """Return the fingerprint of each tensor of the model. serving: of the tensors that need not arrive. Raises
+        WeightUpdateRefused, which names a tensor that is missing, or an alias that differs from its tensor."""
+        self._add_overwritten_aliases()
+        known = {**serving, **self.fingerprints}
+        for name in self._names:
+            if name not in known:
+                raise refuse_tensor(name, "is missing: it did not arrive")
+        self._check_aliases(known)
+        return {name: known[name] for name in self._names}
+
+    def _add_overwritten_aliases(self) -> None:
+        for alias in self._aliases.keys() & self._overwrites.keys():
+            name = self._aliases[alias]
+            if self._overwrites.get(name) != self._overwrites[alias]:
+                raise refuse_tensor(alias, f"needs a payload equal to that of {name}, as tie_word_embeddings is true")
+            expected = {alias: self._expected[alias]} if alias in self._expected else {}
+            self.add({alias: self.fingerprints[name]}, expected)
+
+    def _check_aliases(self, known: Mapping[str, Fingerprint]) -> None:
+        for alias, name in self._aliases.items():
+            if alias in self.fingerprints and name in known and self.fingerprints[alias] != known[name]:
+                raise refuse_tensor(alias, f"differs from {name}, but tie_word_embeddings is true")
 
 
 class WeightStaging:
@@ -171,3 +246,25 @@ class WeightStaging:
         loan = self._guard.borrow()
         self._values = values = self._values or StagedValues(self._model, loan)
         return values
+
+
+class AdapterStaging:
+    """Implements ``AdapterStaging`` (core/runner.py). max_rank: the largest rank that is accepted."""
+
+    def __init__(self, model: Model, max_rank: int):
+        self._model, self._max_rank = model, max_rank
+        self._packed: PackedAdapter | None = None
+
+    def read(self, path: str) -> AdapterInfo:
+        """See ``AdapterStaging.read``."""
+        try:
+            with paddle.no_grad():
+                self._packed, rank, fingerprint = read_adapter(path, self._model, self._max_rank)
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory for the adapter: {error}") from error
+        return AdapterInfo(rank, self._packed.nbytes, fingerprint)
+
+    def finish(self) -> PackedAdapter:
+        """See ``AdapterStaging.finish``. Returns the argument of ``ModelRunner.commit_adapter``."""
+        assert self._packed is not None, "nothing was read"
+        return self._packed

@@ -32,8 +32,9 @@ MISSED_SHARE = 0.25
 
 
 class Spare(NamedTuple):
-    """A packed weight that does not serve. missed: the changes of its rows and its bias that bring it up to the weight
-    that serves, in order; () = the two are equal, None = the content is stale and must be written as a whole."""
+    """A packed weight of the standby copy, which does not serve. missed: the changes of its rows and its bias that
+    bring it up to the weight that serves, in order; () = the two are equal, None = the content is stale and must be
+    written as a whole."""
 
     weight: PackedLinear
     missed: tuple[DeltaItem, ...] | None = None

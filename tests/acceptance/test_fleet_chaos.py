@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from acceptance import fleet_chaos
-from acceptance.lib.chaos.answers import Answer
-from acceptance.lib.chaos.figures import excess_ms
+from acceptance.lib.chaos.load import Answer
 from acceptance.lib.chaos.run import Chaos, Options, Pause
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.runner import expected_tokens
@@ -87,7 +86,7 @@ def test_the_ledger_finds_what_must_not_be(received, floor, problem):
 
 
 def test_figures_are_above_one_step():
-    assert excess_ms([Pause("keep", 0.05, False, 0)], 0.03) == pytest.approx([20.0])
+    assert fleet_chaos.excess_ms([Pause("keep", 0.05, False, 0)], 0.03) == pytest.approx([20.0])
 
 
 @pytest.mark.slow

@@ -120,18 +120,8 @@ def test_pause_refuses_a_load_in_which_nothing_waits():
 @pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "50"]])
 def test_serving_counts_every_request_and_token(load: list[str], tmp_path: Path):
     file = tmp_path / "out.json"
-    code, out, err = command(
-        "benchmarks/serving.py",
-        *load,
-        "--num-requests",
-        "9",
-        "--output-len",
-        "7",
-        "--input-len",
-        "5",
-        "--json",
-        str(file),
-    )
+    small = ["--num-requests", "9", "--output-len", "7", "--input-len", "5"]
+    code, out, err = command("benchmarks/serving.py", *load, *small, "--json", str(file))
     assert code == 0, out + err
     stats = json.loads(file.read_text())["stats"]
     assert (stats["completed"], stats["failed"], stats["output_tokens"]) == (9, 0, 63)

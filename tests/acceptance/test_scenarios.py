@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -16,19 +17,8 @@ from support.fake_pause_server import FakeServer
 def accept(dialect: str = "native", defect: str | None = None, **changes: int) -> Outcome:
     async def run() -> Outcome:
         async with FakeServer(defect=defect) as server:
-            options = Options(
-                **{
-                    "model": "fake",
-                    "streams": 7,
-                    "running": 3,
-                    "prompt_tokens": 8,
-                    "wait_tokens": 60,
-                    "before": 20,
-                    "freeze_s": 0.3,
-                    "load_timeout_s": 20.0,
-                    **changes,
-                }
-            )
+            small = Options("fake", streams=7, running=3, prompt_tokens=8, wait_tokens=60, before=20, freeze_s=0.3)
+            options = replace(small, **{"load_timeout_s": 20.0, **changes})
             return await Acceptance(DIALECTS[dialect](Client(server.url)), options).run()
 
     return asyncio.run(run())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,23 +71,6 @@ def test_a_server_that_ignores_the_adapter_and_one_that_refuses_are_noticed():
     assert asyncio.run(check(False)) == ["adapter-0 answers as base does", "adapter-1 answers as base does"]
     errors = asyncio.run(check(True))
     assert len(errors) == 3 and all("HTTP 503" in error for error in errors)
-
-
-@pytest.mark.parametrize(("count", "expected"), [(0, {"base": 5}), (2, {"adapter-0": 3, "adapter-1": 2})])
-def test_streams_use_the_distinct_adapters_in_turn(count: int, expected: dict[str, int]):
-    named: Counter[str] = Counter()
-
-    class Naming(FakeServer):
-        async def _completion(self, body: dict, writer: asyncio.StreamWriter) -> None:
-            named[body["model"]] += 1
-            await super()._completion(body, writer)
-
-    async def run() -> None:
-        async with Naming(max_num_seqs=9) as server:
-            assert not (await AdapterStreams("s", 5, 4, 30, 5, count).run(Client(server.url), "base", "seed")).errors
-
-    asyncio.run(run())
-    assert named == expected
 
 
 @pytest.mark.parametrize(

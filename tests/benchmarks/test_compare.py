@@ -126,11 +126,3 @@ def test_a_peer_that_is_not_installed_is_reported_by_name(
     told = capsys.readouterr().err
     assert "without vllm" in told and "without openvino" in told
     assert compare.main(["--model-path", str(MODEL), "--engines", "vllm"]) == 2
-
-
-@pytest.mark.parametrize("wrong", [["--engines", "ours,sglang"], ["--loads", "1,1"], ["--loads", ""]])
-def test_unknown_and_doubled_names_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        compare.parse(["--model-path", str(MODEL), *wrong])
-    assert ended.value.code == 2
-    assert "each once" in capsys.readouterr().err

@@ -8,11 +8,10 @@ from functools import partial
 
 import pytest
 
-from benchmarks.fleet import run
+from benchmarks import fleet_pauses
+from benchmarks.fleet import POLICIES, Figures, Outcome, figures_of, median_of, run
 from benchmarks.lib.fleet.engines import FakeEngines
-from benchmarks.lib.fleet.load import Figures, Outcome, figures_of, median_of
 from benchmarks.lib.fleet.loads import COSTS, ENGINE, Load, alone_s, make_agents, make_rollouts
-from benchmarks.lib.fleet.policies import POLICIES
 from benchmarks.lib.fleet.runner import Costs, expected_tokens
 from benchmarks.lib.fleet.virtual import run_virtually
 from fastdeploy.client.engine_client import EngineClient
@@ -97,10 +96,9 @@ def test_the_samples_of_a_rollout_begin_with_their_prompt():
 
 
 def test_figures_count_what_was_cached_of_the_history_only():
-    first = figures_of([Outcome(3.0, 9, 900, 400, 300), Outcome(1.0, 2, 100, 0, 0), Outcome(2.0, 2, 100, 0, 0)])
-    assert first == Figures(3.0, pytest.approx(2.98), 2.0, 1.5, pytest.approx(1.99), 0.75, 100)
-    others = [Figures(5.0, 4.0, 4.0, 4.0, 4.0, 0.5, 7), Figures(4.0, 9.0, 9.0, 9.0, 9.0, 0.1, 50)]
-    assert median_of([first, *others]) == Figures(4.0, 4.0, 4.0, 4.0, 4.0, 0.5, 50)
+    first = figures_of([Outcome(3.0, 400, 300), Outcome(1.0, 0, 0), Outcome(2.0, 0, 0)])
+    assert first == Figures(3.0, 2.0, 0.75, 100)
+    assert median_of([first, Figures(5.0, 4.0, 0.5, 7), Figures(4.0, 9.0, 0.1, 50)]) == Figures(4.0, 4.0, 0.5, 50)
 
 
 def small_load(sessions: int, replicas: int) -> Load:
@@ -121,3 +119,16 @@ def test_a_session_that_is_alone_takes_as_long_as_computed():
     load = small_load(1, 1)
     (session,) = load.make(3)
     assert run_virtually(run("ours", load, seed=3)).longest_s == pytest.approx(alone_s(session, load), rel=0.03)
+
+
+def test_an_idle_fleet_is_paused_and_resumed_and_killed_replicas_come_back():
+    row = asyncio.run(fleet_pauses.measure(4, 3, idle_s=0.01))
+    assert len(row.pauses_ms) == 3 and min(row.cpu_ms) > 0 and row.killed == 1
+    assert len(row.cells()) == len(fleet_pauses.HEADER) and row.cells()[0] == "4"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_256_replicas_are_paused_killed_and_back(capsys: pytest.CaptureFixture[str]):
+    assert fleet_pauses.main(["--replicas", "256", "--rounds", "50"]) == 0
+    assert "26" in capsys.readouterr().out.splitlines()[-1].split()

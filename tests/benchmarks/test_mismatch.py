@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import mismatch
-from benchmarks.lib.trainers import TRAINERS, Sample, batches
+from benchmarks.mismatch import TRAINERS, Sample, batches
 
 
 def test_the_figures_are_those_that_trl_logs():

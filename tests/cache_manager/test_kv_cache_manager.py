@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.cache_manager.kv_cache_manager import BlockPool, KVCacheManager, PrefixIndex
 from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Group, Request, Scope, ServedModel
 from fastdeploy.core.request_fields import AddRequest
@@ -205,3 +205,134 @@ def test_a_request_is_marked_as_recomputed_only_if_it_has_tokens_of_another_weig
     kv.admit(fresh)
     kv.admit(old)
     assert (fresh.kv_recomputed, old.kv_recomputed) == (False, True)
+
+
+@pytest.fixture
+def evicted():
+    return []
+
+
+def test_an_allocation_takes_all_blocks_or_none(evicted):
+    pool = BlockPool(4, evicted.append)
+    assert pool.allocate(5) is None and pool.num_free == 4 and evicted == []
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3] and pool.num_free == 0
+    assert pool.allocate(1) is None and pool.allocate(0) == []
+
+
+def test_a_shared_block_is_free_when_the_last_reference_is_gone(evicted):
+    pool = BlockPool(2, evicted.append)
+    (block,) = pool.allocate(1)
+    pool.share(block)
+    pool.release([block], indexed=lambda b: True)
+    assert not pool.is_free(block)
+    pool.release([block], indexed=lambda b: True)
+    assert pool.is_free(block)
+
+
+def test_a_free_block_can_be_shared_again_without_an_eviction(evicted):
+    pool = BlockPool(2, evicted.append)
+    (block,) = pool.allocate(1)
+    pool.release([block], indexed=lambda b: True)
+    evicted.clear()
+    pool.share(block)
+    assert pool.references[block] == 1 and not pool.is_free(block) and evicted == []
+
+
+def test_blocks_outside_of_the_index_are_taken_first_and_then_the_least_recently_released(evicted):
+    pool = BlockPool(3, evicted.append)
+    a, b, c = pool.allocate(3)
+    pool.release([b], indexed=lambda _: True)
+    pool.release([a], indexed=lambda _: True)
+    pool.release([c], indexed=lambda _: False)
+    assert [pool.allocate(1)[0] for _ in range(3)] == [c, b, a]
+
+
+def test_releasing_twice_raises(evicted):
+    pool = BlockPool(1, evicted.append)
+    (block,) = pool.allocate(1)
+    pool.release([block], indexed=lambda _: False)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.release([block], indexed=lambda _: False)
+
+
+SPACE = (0, "")
+
+
+@pytest.fixture
+def index():
+    """Block size 2: [1 2 | 3 4 | 5], and [1 2 | 9]."""
+    index = PrefixIndex(2)
+    first = index.insert(index.root(SPACE), (1, 2), 10)
+    second = index.insert(first, (3, 4), 11)
+    index.insert(second, (5,), 12)
+    index.insert(first, (9,), 13)
+    index.check_integrity()
+    return index
+
+
+def blocks(index: PrefixIndex, token_ids: list[int], namespace=SPACE) -> list[int]:
+    return [node.block for node in index.lookup(namespace, token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "hit"),
+    [([1, 2, 3, 4, 5], [10, 11, 12]), ([1, 2, 3, 4, 6], [10, 11]), ([1, 2, 9], [10, 13]), ([1, 2, 9, 1], [10, 13]),
+     ([1, 2, 3], [10]), ([3, 4], []), ([2, 1, 3, 4], []), ([1], []), ([], [])],
+)  # fmt: skip
+def test_a_lookup_finds_the_longest_chain_and_a_partial_block_only_as_a_whole(index, token_ids, hit):
+    assert blocks(index, token_ids) == hit
+
+
+@pytest.mark.parametrize("namespace", [(1, ""), (0, "salt")])
+def test_no_block_of_another_namespace_is_found(index, namespace):
+    assert blocks(index, [1, 2, 3, 4], namespace) == []
+
+
+def test_the_first_of_two_equal_blocks_stays_in_the_index(index):
+    node = index.insert(index.root(SPACE), (1, 2), 20)
+    assert node.block == 10 and 20 not in index
+
+
+def test_an_eviction_removes_the_continuations_too(index):
+    second = index.lookup(SPACE, [1, 2, 3, 4])[1]
+    index.evict(11)
+    index.check_integrity()
+    assert blocks(index, [1, 2, 3, 4, 5]) == [10] and 12 not in index and not second.attached
+    assert blocks(index, [1, 2, 9]) == [10, 13]
+
+
+def test_an_eviction_removes_both_nodes_of_a_block(index):
+    first = index.lookup(SPACE, [1, 2])[0]
+    index.insert(first, (9, 9), 13)  # the partial block of (9,) has been filled
+    index.evict(13)
+    index.check_integrity()
+    assert blocks(index, [1, 2, 9]) == blocks(index, [1, 2, 9, 9]) == [10]
+
+
+def test_clearing_removes_everything(index):
+    index.clear(lambda namespace: True)
+    index.check_integrity()
+    assert blocks(index, [1, 2, 3, 4]) == [] and 10 not in index
+
+
+def test_the_root_of_a_namespace_is_removed_with_its_last_block():
+    """Clients give each request its own cache_salt to switch sharing off."""
+    index = PrefixIndex(2)
+    for salt in range(100):
+        index.insert(index.root((0, salt)), (1, 2), block=salt % 4)
+        index.check_integrity()
+        index.evict((salt + 1) % 4)
+    for block in range(4):
+        index.evict(block)
+    assert not index._roots and not index._by_block
+
+
+def test_a_lookup_prefers_the_longest_partial_block():
+    index = PrefixIndex(4)
+    for count in (1, 3, 2):
+        index.insert(index.root(SPACE), tuple(range(count)), 10 + count)
+    assert blocks(index, [0, 1, 2, 9]) == [13]
+    assert blocks(index, [0, 1, 9, 9]) == blocks(index, [0, 1]) == [12]
+    assert blocks(index, [0, 1, 2, 9, 1]) == [13], "nothing follows a partial block"
+    index.evict(12)
+    assert blocks(index, [0, 1, 9, 9]) == [11]

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy.core.errors import InvalidField, QueueFull
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.fleet.endings import Ended, Ending
+from fastdeploy.fleet.endings import Ended, EndingCall
 from fastdeploy.inter_communicator import messages as m
 from fleet.test_relay import Fleet, in_loop, request
 
@@ -39,12 +39,12 @@ from fleet.test_relay import Fleet, in_loop, request
 def test_a_call_ends_the_requests_that_it_would_end_at_an_engine(args, ends_base, ends_adapter):
     for adapter, ends in (("", ends_base), ("a", ends_adapter)):
         request = AddRequest("x", [1], SamplingParams(), adapter=adapter)
-        assert (Ending(args).why(request) is not None) is ends
+        assert (EndingCall(args).why(request) is not None) is ends
 
 
 def test_an_adapter_whose_requests_ended_in_the_gateway_was_found():
     nobody = {"aborted": [], "not_found": ["a"]}  # by the engines
-    ending = Ending(m.AbortArgs(lora_name="a"))
+    ending = EndingCall(m.AbortArgs(lora_name="a"))
     assert ending.report(nobody) == nobody
     ending.count("x", 1, 3)
     assert ending.ended == {"x": Ended(1, 3)}

@@ -14,7 +14,8 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     SampleBatch,
 )
-from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16, to_float32
+from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
+from fastdeploy.model_executor.ops.reference_weights import to_float32
 from tests.support.decoder_layers import SHAPES, Adapter, Layer, make_batch
 
 OPS = ReferenceOps("float32")

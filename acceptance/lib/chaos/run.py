@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from acceptance.lib.chaos.answers import number_of
-from acceptance.lib.chaos.load import Load
-from acceptance.lib.chaos.witness import Witness
+import zmq.asyncio
+
+from acceptance.lib.chaos.load import Load, number_of
 from acceptance.lib.ledger import Ledger
-from benchmarks.lib.fleet.engines import FakeEngines
-from benchmarks.lib.fleet.launcher import EngineLauncher
+from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
-from fastdeploy.core.errors import EngineDead, FastDeployError, PauseTimeout, UpdateInProgress
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, PauseTimeout, UpdateInProgress
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 BACK_S = 60.0
+ANSWER_S = 5.0
+SILENT_S = 3600.0  # a stopped engine keeps its connection
 MODES = ("keep", "keep", "keep", "keep", "abort", "wait")
 HARMS = ("kill", "stop", "stop for good", "slow")
 MOMENTS = ("before", "during", "paused")
@@ -66,6 +69,39 @@ class Pause:
     seconds: float
     harmed: bool
     fenced: int
+
+
+class Witness:
+    """Asks engines for the truth, on connections that no gateway knows. Use from one event loop only."""
+
+    def __init__(self, placements: Sequence[Placement], context: zmq.asyncio.Context):
+        self._clients = {
+            placement.name: EngineClient(
+                ZmqConnector(placement.endpoint, context=context), SILENT_S, kills_stalled=False
+            )
+            for placement in placements
+        }
+
+    def start(self) -> None:
+        for client in self._clients.values():
+            client.start()
+
+    async def ask(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return the answers to FleetStateArgs, by name, of those that answer."""
+        answers = await asyncio.gather(*(self._state(name) for name in names))
+        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+
+    async def _state(self, name: str) -> dict[str, Any] | None:
+        client = self._clients[name]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await client.connected.wait()
+                return await client.call(m.FleetStateArgs())
+        except (EngineError, TimeoutError):
+            return None
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
 
 
 class Chaos:

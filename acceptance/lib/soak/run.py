@@ -14,10 +14,9 @@ from typing import Any
 
 from acceptance.lib.ledger import Ledger
 from acceptance.lib.soak import plan
-from acceptance.lib.soak.children import LineProcess
 from acceptance.lib.soak.flat import Samples, files_under, process_holds
 from acceptance.lib.soak.load import Load
-from acceptance.lib.soak.served import MAX_NUM_SEQS, Server, segments
+from acceptance.lib.soak.served import MAX_NUM_SEQS, LineProcess, Server, segments
 from acceptance.lib.soak.versions import Versions, Witness
 from benchmarks.lib.roofline import Shape
 from benchmarks.make_adapters import write_adapter

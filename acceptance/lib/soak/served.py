@@ -1,18 +1,23 @@
-"""The server of a soak: its processes by role, its metrics, its folders, and killing one of its processes."""
+"""The processes of a soak: its server, by role, and those that it talks to by lines of JSON, trainer and reference."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from acceptance.lib.soak.children import ROOT
 from benchmarks.lib.client import Client
 from benchmarks.lib.processes import ServerProcess, command_words, send_all
 
+ROOT = Path(__file__).resolve().parents[3]
 MODULES = {
     "engine": "fastdeploy.entrypoints.engine_main",
     "api": "fastdeploy.entrypoints.api_server",
@@ -21,7 +26,12 @@ MODULES = {
 WORKERS = 2
 MAX_NUM_SEQS = 8  # fewer than rollouts in flight, so that some wait
 KV_BLOCKS = 72  # fewer than eight long rollouts need, so that some are preempted
-READY_S = 600.0
+READY_S, END_S = 600.0, 20.0
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for a process that imports these programs."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Server:
@@ -37,8 +47,7 @@ class Server:
         command += ["--max-model-len", "1024", "--max-retained", "100000", "--standby-weights", "on"]
         command += ["--stall-s", "120"]  # an engine that gets no time from a busy machine is not stuck
         command += ["--upload-dir", uploads, "--spill-dir", spill, "--adapter-store", adapters]
-        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"FASTDEPLOY_CHECK_INTEGRITY": "1", "TMPDIR": temporary, "PYTHONPATH": python_path}
+        environment = {"FASTDEPLOY_CHECK_INTEGRITY": "1", "TMPDIR": temporary, "PYTHONPATH": python_path()}
         self._process = ServerProcess(command, folder, environment)
         self.url, self.log, self.ipc = self._process.url, self._process.log, self._process.ipc
         self.client = Client(self.url)
@@ -87,3 +96,59 @@ def segments(pids: set[int]) -> list[Path]:
     """Return the shared memory segments that processes of these ids have made for weights."""
     found = Path("/dev/shm").glob("fastdeploy-weights-*")
     return [path for path in found if path.name.split("-")[2] in map(str, pids)]
+
+
+class LineProcess:
+    """A Python module in a process of its own, with ``arguments``. log: gets its stderr. threads: of the C++ ops."""
+
+    def __init__(self, module: str, arguments: list[str], log: Path, threads: int | None = None):
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._log = log
+        self._environment = os.environ | {"PYTHONPATH": python_path()}
+        if threads is not None:
+            self._environment["FASTDEPLOY_CPU_THREADS"] = str(threads)
+        self._process: Process | None = None
+
+    @property
+    def process(self) -> Process:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, stderr=log, env=self._environment, limit=1 << 20
+            )
+
+    async def ask(self, line: str) -> AsyncIterator[Any]:
+        """Send a line, and yield what the process says, until it ends. One that has just died gets nothing, without an
+        error."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(ConnectionError):
+            stdin.write(line.encode() + b"\n")
+            await stdin.drain()
+        while said := await stdout.readline():
+            if said.endswith(b"\n"):  # the last line of a killed process may be cut off
+                yield json.loads(said)
+        await self.process.wait()
+
+    async def kill(self) -> None:
+        """Kill the process, if it runs, and return when it is dead."""
+        if self.runs:
+            self.process.kill()
+            await self.process.wait()
+
+    async def close(self) -> None:
+        """End the process by closing its stdin; kill it if it does not end in END_S."""
+        if not self.runs:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), END_S)
+        await self.kill()

@@ -50,9 +50,10 @@ class Adapter:
 
 @dataclass(eq=False)
 class Load:
-    """A load in progress. number: of the load, and of its folder in the store. timeout_s: bounds the whole load, with
-    the time that its jobs wait. answer: of the call, as long as it waits. own: nobody has called; a request names the
-    adapter, and the engine looks it up in the adapter root. given_up: its result is not wanted.
+    """A load in progress. number: of the load, and of its folder in the store. timeout_s: seconds that the whole load
+    may take, with the time that its jobs wait. answer: answers the call; None = no call waits for an answer. own: no
+    call asked for the load; a request named the adapter, and the engine looks it up in the adapter root. given_up:
+    nobody wants the result.
 
     packed: the result of a prepared load, which is forgotten at ``expires_at``, on the loop's clock."""
 

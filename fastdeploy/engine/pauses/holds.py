@@ -157,7 +157,7 @@ def closes_whole_engine(args: Args) -> bool:
 
 @dataclass
 class PauseCall:
-    """A pause call without an answer yet. ``answer`` is called exactly once. Times are on the loop's clock. baseline:
+    """A pause call that has no answer yet. ``answer`` is called exactly once. Times are on the loop's clock. baseline:
     counts of the scope when the call came."""
 
     hold: Hold

@@ -1,4 +1,4 @@
-"""All scopes of an engine with the pause state of each, and the models that they hold."""
+"""All scopes of an engine with the pause state of each, and the models of each scope."""
 
 from __future__ import annotations
 

@@ -22,15 +22,15 @@ DEAD_OR_STOPPED = "ZXxTt"  # of the states in man 5 proc: zombie, dead, stopped 
 
 
 class ClientProcess(NamedTuple):
-    """The process of a client. here: on this machine, so that its state can be looked up by ``pid``."""
+    """The process of a client. here: whether it runs on this machine, so that its state can be looked up by ``pid``."""
 
     pid: int
     here: bool
 
 
 class SilentClients(NamedTuple):
-    """Process ids of API servers that have not acknowledged a fence. slow: the process runs and gets more time.
-    dropped: counted as gone."""
+    """Process ids of API servers that have not acknowledged a fence. slow: those whose process runs, which get more
+    time. dropped: those that count as gone."""
 
     slow: list[int]
     dropped: list[int]

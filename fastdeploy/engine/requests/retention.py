@@ -113,8 +113,8 @@ class Record:
 
 
 class Entry(NamedTuple):
-    """One request with retain_s in the log. retain_s: 0 = its result was dropped. until: time.time() up to which its
-    result is kept; 0 = the request runs."""
+    """One request with retain_s, as the log names it. retain_s: 0 = its result was dropped. until: time.time() up to
+    which its result is kept; 0 = the request runs."""
 
     retain_s: float
     until: float

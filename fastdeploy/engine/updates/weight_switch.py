@@ -18,8 +18,8 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class WeightSwitch:
-    """Swaps in staged weights, and relabels the weights that serve. on_commit(weight_epoch): called after each
-    commit. events: gets the commits."""
+    """The switch to staged weights, and to another label of the weights that serve. on_commit(weight_epoch): called
+    after each commit. events: gets the commits."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class WeightSwitch:
     ) -> dict[str, Any]:
         """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes.
         weight_epoch: also change this number; new requests find no prefix that was cached before. eos_token_ids: also
-        change these, as a commit does. Raises InvalidField, or VersionConflict for a lower number than that of now."""
+        change these, as a commit does. Raises InvalidField, or VersionConflict for a number below the present one."""
         check_label("version", version)
         serves = self._scopes.base.served.weight_epoch
         if weight_epoch != serves:

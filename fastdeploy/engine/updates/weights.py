@@ -44,7 +44,7 @@ NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 
 
 class WeightSessions:
-    """Updates of the weights of all scopes, one session at a time. pause: of the whole engine. wake: wakes the loop up.
+    """The updates of the base weights, one session at a time. pause: of the whole engine. wake: wakes the loop up.
     stage_timeout_s: seconds that a job of the staging thread may take, unless its session has another time-out.
     clients: those that are connected. events: gets the states of sessions.
 

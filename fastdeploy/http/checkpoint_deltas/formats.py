@@ -60,7 +60,7 @@ class Metadata(msgspec.Struct):
 
 
 class Index(msgspec.Struct):
-    """model.safetensors.index.json."""
+    """The content of model.safetensors.index.json."""
 
     metadata: dict[str, Any] = {}
     weight_map: dict[str, str] = {}
@@ -77,14 +77,14 @@ class Record(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """manifest.json."""
+    """The content of SkyRL's manifest.json."""
 
     version: int
     base_version: int
     tensors: list[Record]
 
 
-class Stream(ABC):
+class PublishedVersions(ABC):
     """The versions that one trainer publishes, in folders beneath one of ``roots`` with all of their files. model: the
     folder of version 0, beneath one of ``model_roots``. model_field: the field that names it in errors."""
 
@@ -116,7 +116,7 @@ class Stream(ABC):
     def _read(self, version: int, folder: Folder) -> Published: ...
 
 
-class SlimeStream(Stream):
+class SlimeVersions(PublishedVersions):
     """The versions below ``source_dir``. The links of the model may lead anywhere, as in a Hugging Face cache."""
 
     model_field = "source_dir"
@@ -157,7 +157,7 @@ class SlimeStream(Stream):
         return _delta(version, folder, INDEX, metadata.delta_encoding, headers, records)
 
 
-class SkyRLStream(Stream):
+class SkyRLVersions(PublishedVersions):
     """The versions below ``sync_dir``. uri: the folder of version ``target``, if it is not there."""
 
     model_field = "base_model_path"

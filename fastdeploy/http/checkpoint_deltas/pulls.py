@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField, OutOfSpace, StagingTimeout, UpdateInProgress, WeightUpdateRefused
-from fastdeploy.http.checkpoint_deltas.formats import Stream, check_path
+from fastdeploy.http.checkpoint_deltas.formats import PublishedVersions, check_path
 from fastdeploy.http.checkpoint_deltas.local import FIELD, LocalFolder, PatchRefused, local_folder
 
 NO_ROOT = "the server has no folder to write to: start it with --pull-root PATH"
@@ -26,7 +26,7 @@ class Pulls:
         self._config = config
         self._free_threads = threading.BoundedSemaphore(MAX_PULLS)
 
-    async def pull(self, local_dir: str, stream: Stream, version: int) -> None:
+    async def pull(self, local_dir: str, versions: PublishedVersions, version: int) -> None:
         """See :func:`pull_version`. Also raises StagingTimeout or UpdateInProgress."""
         if not self._free_threads.acquire(blocking=False):
             raise UpdateInProgress(f"{MAX_PULLS} pulls are under way or hang: try again when one has ended")
@@ -37,7 +37,7 @@ class Pulls:
         def work() -> None:
             error = None
             try:
-                pull_version(self._config.pull_root, local_dir, stream, version, given_up)
+                pull_version(self._config.pull_root, local_dir, versions, version, given_up)
             except BaseException as raised:
                 error = raised
             self._free_threads.release()
@@ -54,7 +54,9 @@ class Pulls:
             given_up.set()
 
 
-def pull_version(root: str, local_dir: str, stream: Stream, version: int, given_up: threading.Event) -> None:
+def pull_version(
+    root: str, local_dir: str, versions: PublishedVersions, version: int, given_up: threading.Event
+) -> None:
     """Bring ``local_dir``, beneath the folder ``root``, to ``version``. A folder with files that no pull has made is
     not changed. Nothing more is written once ``given_up`` is set. Raises InvalidField, WeightUpdateRefused or
     OutOfSpace."""
@@ -63,37 +65,37 @@ def pull_version(root: str, local_dir: str, stream: Stream, version: int, given_
     check_path(FIELD, local_dir)
     if not root:
         raise InvalidField(FIELD, NO_ROOT)
-    with stream.open(version):  # refuses most calls before anything is made below the root
+    with versions.open(version):  # refuses most calls before anything is made below the root
         pass
     try:
         with local_folder(root, local_dir, _check(given_up)) as local:
-            _bring_to(local, stream, version)
+            _bring_to(local, versions, version)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(f"{FIELD}: no room for version {version}: {error.strerror}") from error
         raise WeightUpdateRefused(f"version {version} cannot be copied: {error.strerror}") from error
 
 
-def _bring_to(local: LocalFolder, stream: Stream, target: int) -> None:
-    with stream.open(0) as first:
+def _bring_to(local: LocalFolder, versions: PublishedVersions, target: int) -> None:
+    with versions.open(0) as first:
         model = first.identity()
-    applied = _usable(local, stream, target, model)
+    applied = _usable(local, versions, target, model)
     try:
-        _follow(local, stream, applied, target, model)
+        _follow(local, versions, applied, target, model)
     except PatchRefused:
         if applied is None:
             raise
-        _follow(local, stream, None, target, model)
+        _follow(local, versions, None, target, model)
 
 
-def _usable(local: LocalFolder, stream: Stream, target: int, model: str) -> int | None:
+def _usable(local: LocalFolder, versions: PublishedVersions, target: int, model: str) -> int | None:
     """Return the version of the local folder if ``target`` can be made from it."""
     state = local.state()
     if state is None or state.model != model or int(state.version) > target:
         return None
     applied = int(state.version)
     try:
-        with stream.open(applied) as published:
+        with versions.open(applied) as published:
             same = published.identity() == state.source
     except (InvalidField, WeightUpdateRefused):
         # Trainers may remove versions that all have pulled. The checksums of the next version tell the rest.
@@ -101,19 +103,19 @@ def _usable(local: LocalFolder, stream: Stream, target: int, model: str) -> int 
     return applied if same else None
 
 
-def _follow(local: LocalFolder, stream: Stream, applied: int | None, target: int, model: str) -> None:
+def _follow(local: LocalFolder, versions: PublishedVersions, applied: int | None, target: int, model: str) -> None:
     """Apply the versions behind ``applied``, up to ``target``, from the newest whole version on. All versions are
     opened before the first is applied, so that a missing or malformed one changes nothing."""
     start = target
     while start != applied:
-        with stream.open(start) as published:
+        with versions.open(start) as published:
             if published.delta is None:
                 break
         start -= 1
     for version in range(start, target + 1):
         if version == applied:
             continue
-        with stream.open(version) as published:
+        with versions.open(version) as published:
             source = published.identity()  # before the files are read, which may be replaced at any time
             if published.delta is None:
                 local.copy(published)

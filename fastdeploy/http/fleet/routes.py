@@ -43,14 +43,14 @@ class ReplicaBody(Body):
 
 
 class DrainBody(ReplicaBody):
-    """timeout_s: how long to wait for the replica's requests."""
+    """The replica to drain. timeout_s: how long to wait for its requests."""
 
     timeout_s: Seconds = 60.0
 
 
 class RemoveBody(ReplicaBody):
-    """drain_s: the replica may finish its requests for so long; none = as the gateway is configured. Then they go on
-    elsewhere."""
+    """The replica to remove. drain_s: how long it may finish its requests, which then go on elsewhere; none = as the
+    gateway is configured."""
 
     drain_s: float | None = Field(None, ge=0, le=86400)
 

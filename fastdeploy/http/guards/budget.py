@@ -11,8 +11,8 @@ from fastdeploy.core.errors import ServerBusy
 
 
 class Budget:
-    """``total`` units for all requests of one event loop. A caller waits up to ``wait_s`` seconds while too few units
-    are free. limit: the name of the limit, for the error message."""
+    """An amount of ``total`` units that all requests of one event loop share. A caller waits up to ``wait_s`` seconds
+    while too few units are free. limit: the name of the limit, for the error message."""
 
     def __init__(self, total: int, wait_s: float, limit: str):
         self._total = self._free = total

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
@@ -154,7 +154,7 @@ class ChatView(OpenAIReply):
         message = {"role": "assistant", "content": choice.text}
         return {"index": index, "message": message, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
-    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
         shown = {"content": delta.text}
         if index not in self._seen:
             shown = {"role": "assistant", "content": delta.text}

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import WORK_PER_TOKEN, Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
@@ -100,7 +100,7 @@ class CompletionView(OpenAIReply):
         shown, _ = await self._shown(text, ids, entries, index, with_prompt=bool(self._body.echo), offset=0)
         return {"index": index, **shown}
 
-    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
         with_prompt, offset = bool(self._body.echo) and index not in self._seen, self._offsets[index]
         shown, self._offsets[index] = await self._shown(
             delta.text, delta.token_ids, delta.logprobs, index, with_prompt, offset

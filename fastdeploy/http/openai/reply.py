@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
@@ -103,7 +103,7 @@ class OpenAIReply:
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def response(self) -> GenerationResponse:
@@ -132,7 +132,7 @@ class OpenAIReply:
         prompt = sum(map(len, generation.prompts))
         return _usage(prompt, generation.completion_tokens, sum(generation.cached_tokens))
 
-    def _usage_so_far(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _usage_so_far(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the usage of one choice up to the end of ``delta``."""
         cached = self.generation.cached_tokens[index // self.generation.n]
         return _usage(len(self._prompt(index)), delta.first + len(delta.token_ids), cached)
@@ -163,7 +163,7 @@ class OpenAIReply:
             fields["prompt_token_ids"] = self._prompt(index)
         return fields
 
-    async def _event(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+    async def _event(self, index: int, delta: ChoiceDelta, choice: dict[str, Any]) -> dict[str, Any]:
         """Return one event of the stream. ``choice`` has the fields that depend on the subclass."""
         whole = self.generation.choices[index]
         choice["finish_reason"] = delta.finish_reason

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdeploy.client.choice import Delta
+from fastdeploy.client.choice import ChoiceDelta
 from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
 from fastdeploy.http.guards.connection_limits import client_left
@@ -77,7 +77,7 @@ class EventStream(GenerationResponse):
     def __init__(
         self,
         generation: Generation,
-        render: Callable[[int, Delta], Awaitable[Iterable[dict]]],
+        render: Callable[[int, ChoiceDelta], Awaitable[Iterable[dict]]],
         last: Callable[[], Iterable[dict]],
         keepalive_s: float,
     ):

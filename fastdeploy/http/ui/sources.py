@@ -72,8 +72,8 @@ class EngineSource:
 
 @dataclass
 class Member:
-    """State of reading one member. ahead_s: seconds by which the member's clock is ahead of that of this process.
-    num_tokens: as of its last answer."""
+    """What a fleet's source knows of one member. ahead_s: seconds by which the member's clock is ahead of that of this
+    process. num_tokens: as of its last answer."""
 
     client: EngineClient
     boot_id: str = ""

@@ -48,8 +48,8 @@ class Llama3Rope(NamedTuple):
 
 @dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
-    """attention_bias: the four projections of the attention have biases; mlp_bias: the three of the MLP have. rope:
-    None for the default rotary embedding."""
+    """The config of a Llama model. attention_bias: the four projections of the attention have biases; mlp_bias: the
+    three of the MLP have. rope: None for the default rotary embedding."""
 
     attention_bias: bool
     mlp_bias: bool

@@ -16,8 +16,8 @@ FULL_ATTENTION = "full_attention"
 
 @dataclass(frozen=True)
 class QwenConfig(ModelConfig):
-    """qkv_bias: the q, k and v projections have biases; o_bias: the output projection has one. qk_norm: q and k have an
-    RMSNorm per head."""
+    """The config of a Qwen model. qkv_bias: the q, k and v projections have biases; o_bias: the output projection has
+    one. qk_norm: q and k have an RMSNorm per head."""
 
     qkv_bias: bool
     o_bias: bool

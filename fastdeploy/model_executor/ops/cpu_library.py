@@ -99,13 +99,13 @@ BLOCK_ARGS = {kind: _struct_of(kind, attention=AttentionSpecArgs) for kind in BL
 
 
 class BlockArgs(ctypes.Structure):
-    """Block of kernels.h. fields: the structure of the kind in BLOCK_ARGS."""
+    """The structure Block of kernels.h. fields: the structure of the kind in BLOCK_ARGS."""
 
     _fields_ = [*_integers("kind linears ends_layer"), ("fields", c_void_p)]
 
 
 class Batch(ctypes.Structure):
-    """Batch of kernels.h."""
+    """The structure Batch of kernels.h."""
 
     _fields_ = [*_integers("tokens sequences table_width"), *_pointers("cu_tokens starts tables positions")]
 
@@ -114,7 +114,7 @@ BetweenLayers = ctypes.CFUNCTYPE(c_int)
 
 
 class StepArgs(ctypes.Structure):
-    """StepArgs of kernels.h."""
+    """The structure StepArgs of kernels.h."""
 
     _fields_ = [("batch", Batch), *_pointers("cache residual rows"), ("num_rows", c_int64)]
     _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows")]
@@ -122,19 +122,19 @@ class StepArgs(ctypes.Structure):
 
 
 class StageItemArgs(ctypes.Structure):
-    """StageItem of staging.h."""
+    """The structure StageItem of staging.h."""
 
     _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p), *_integers("memory_bytes")]
 
 
 class DeltaItemArgs(ctypes.Structure):
-    """DeltaItem of staging.h."""
+    """The structure DeltaItem of staging.h."""
 
     _fields_ = [("region", RegionArgs), ("payload", c_void_p), ("payload_bytes", c_int64)]
 
 
 class StageResultArgs(ctypes.Structure):
-    """StageResult of staging.h."""
+    """The structure StageResult of staging.h."""
 
     _fields_ = [("first", c_uint64), ("second", c_uint64), *_integers("problem error")]
 

@@ -73,7 +73,8 @@ class AttentionSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """residual += o(attention(qkv(rms_norm(residual)))). qkv packs q, k and v. norm: float32 [hidden_size]."""
+    """The attention of one layer: residual += o(attention(qkv(rms_norm(residual)))). qkv packs q, k and v. norm:
+    float32 [hidden_size]."""
 
     norm: paddle.Tensor
     norm_eps: float
@@ -95,8 +96,8 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class MlpBlock:
-    """residual += down(silu(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs gate and up.
-    norm: float32 [hidden_size]."""
+    """The MLP of one layer: residual += down(silu(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs gate and
+    up. norm: float32 [hidden_size]."""
 
     norm: paddle.Tensor
     norm_eps: float
@@ -178,9 +179,9 @@ class SampleBatch(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Where the values of a checkpoint tensor, [rows, columns], go. linear: rows [first_row, first_row + rows) of this
-    weight. vector: this array, float32 [rows * columns], of a norm or a bias; its values are rounded to the dtype of
-    the ops and widened again. With neither, the values are only checked."""
+    """The place for the values of one checkpoint tensor, [rows, columns]. linear: rows [first_row, first_row + rows) of
+    this weight. vector: this array, float32 [rows * columns], of a norm or a bias; its values are rounded to the dtype
+    of the ops and widened again. With neither, the values are only checked."""
 
     rows: int
     columns: int
@@ -209,8 +210,8 @@ class DeltaItem(NamedTuple):
 
 
 class Problem(StrEnum):
-    """Why values were refused. TOO_LARGE: finite in the source, but not in the dtype of the ops. STOPPED: ``stop`` was
-    set. MALFORMED: a payload of the wrong size, or an index out of order or out of range."""
+    """The reason why values were refused. TOO_LARGE: finite in the source, but not in the dtype of the ops. STOPPED:
+    ``stop`` was set. MALFORMED: a payload of the wrong size, or an index out of order or out of range."""
 
     NOT_FINITE = "not_finite"
     TOO_LARGE = "too_large"
@@ -221,8 +222,8 @@ class Problem(StrEnum):
 
 
 class StageResult(NamedTuple):
-    """fingerprint: of the values; for a DeltaItem, what to add to the fingerprint of the base. problem: None = the
-    region has the values. Otherwise its content is undefined. errno: of a READ_ERROR."""
+    """The result for one item. fingerprint: of the values; for a DeltaItem, what to add to the fingerprint of the base.
+    problem: None = the region has the values. Otherwise its content is undefined. errno: of a READ_ERROR."""
 
     fingerprint: Fingerprint
     problem: Problem | None = None

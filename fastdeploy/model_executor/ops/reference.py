@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops import reference_staging
 from fastdeploy.model_executor.ops.interface import (
     AdapterRows,
     AttentionBatch,
@@ -32,9 +31,6 @@ from fastdeploy.model_executor.ops.interface import (
 )
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
-    ReferenceLinear,
-    ReferenceLora,
-    ReferencePart,
     attend,
     contained,
     linear_in_tiles,
@@ -42,14 +38,14 @@ from fastdeploy.model_executor.ops.reference_tiles import (
     rotate,
     slots_of,
 )
-
-
-def to_float32(array: np.ndarray) -> np.ndarray:
-    """Convert float32, float16, or bfloat16 given as uint16 bits to float32."""
-    if array.dtype == np.uint16:
-        widened: np.ndarray = array.astype(np.uint32) << 16
-        return widened.view(np.float32)
-    return np.ascontiguousarray(array, dtype=np.float32)
+from fastdeploy.model_executor.ops.reference_weights import (
+    ReferenceLinear,
+    ReferenceLora,
+    ReferencePart,
+    apply_deltas,
+    stage,
+    to_float32,
+)
 
 
 def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -61,7 +57,7 @@ def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ReferenceKVCache:
-    """Two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
+    """The KV cache of the reference ops: two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
 
     keys: list[paddle.Tensor]
     values: list[paddle.Tensor]
@@ -99,10 +95,10 @@ class ReferenceOps:
         weight.bias[first : first + len(bias)] = paddle.to_tensor(bias)
 
     def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return reference_staging.stage(self, items, stop)
+        return stage(self, items, stop)
 
     def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return reference_staging.apply_deltas(self, items, stop)
+        return apply_deltas(self, items, stop)
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
         assert isinstance(target, ReferenceLinear) and isinstance(source, ReferenceLinear)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import paddle
@@ -16,42 +15,12 @@ from fastdeploy.model_executor.ops.interface import (
     PackedLinear,
     PackedLora,
 )
+from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear, ReferenceLora
 
 ROWS = 16  # of a tile
 KEYS = 64  # of a tile
 # Rows of a tile begin at multiples of 64 bytes: on some CPUs MKL adds in another order for other addresses.
 COLUMNS = 16
-
-
-@dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
-class ReferenceLinear:
-    """``weight`` is float32 [out_features, in_features]."""
-
-    weight: paddle.Tensor
-    bias: paddle.Tensor | None
-    out_features: int
-    in_features: int
-    nbytes: int
-
-
-class ReferencePart(NamedTuple):
-    """The adapter of the projection that begins at output ``first``: a [r, in_features], b [n, r]."""
-
-    first: int
-    a: paddle.Tensor
-    b: paddle.Tensor
-    scaling: float
-
-
-@dataclass
-class ReferenceLora:
-    """``parts``: those projections of a linear that have an adapter."""
-
-    parts: list[ReferencePart]
-    out_features: int
-    in_features: int
-    rank: int
-    nbytes: int
 
 
 # The adapters of one linear in a batch: the rows (int64) that use an adapter, and the adapter.

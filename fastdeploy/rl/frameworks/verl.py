@@ -61,7 +61,8 @@ def actor_name(replica_rank: int, suffix: str = "") -> str:
 
 
 class FastDeployServer(VerlServer):
-    """The Ray actor of a replica. url None: start a server, by ``command``. keys: named as in KEYS."""
+    """The Ray actor of a replica. url: of a server that runs; None = start one with ``command``. keys: named as in
+    KEYS."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """Log probabilities of output tokens for a trainer, equal to the bit to those of the server, with gradients.
 
-scorer      Scorer, the public class
+scorer      Scorer, the public class: parameters of a checkpoint, and log probabilities by the engine's model and ops
 samples     the checked input
-weights     float32 parameters of a checkpoint, and their rounded and packed values
-forward     log probabilities by the engine's own model and ops
 decoder     the same model in plain Paddle, with gradients
 backward    gradients of the parameters, by way of the decoder
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.lib.client import Client, EventReader, ServerError, Stream, WireError
+from benchmarks.lib.client import Client, ServerError, Stream, WireError
 
 TEXT = "zwölf µs"
 
@@ -103,25 +103,6 @@ def test_waiting_for_tokens_returns_at_that_many_and_not_at_the_end():
     assert against([head, event([1]), event([2]), *[b": wait\n\n"] * 20], use, pause_s=0.02) == (2, False)
 
 
-def test_waiting_for_tokens_ends_with_the_stream():
-    async def use(client: Client) -> int:
-        stream = await client.stream("/", {}, "r1")
-        await stream.wait_tokens(100)
-        return stream.log.num_tokens
-
-    assert against(framed(GOOD, 5000), use) == 3
-
-
-def test_a_call_returns_json_or_text_and_raises_without_an_answer():
-    async def use(client: Client) -> object:
-        return (await client.call("GET", "/")).body
-
-    assert against([b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n", b'{"a": 1}'], use) == {"a": 1}
-    assert against([b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nplain"], use) == "plain"
-    with pytest.raises(WireError):
-        against([], use)
-
-
 @pytest.mark.parametrize(
     ("wire", "body"),
     [
@@ -147,14 +128,6 @@ def test_a_response_ends_as_its_head_says_and_one_that_breaks_is_an_error(wire: 
         assert against(pieces, use) == body
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 1000])
-def test_events_are_found_across_any_cut_and_comments_are_counted_not_returned(step: int):
-    events = b': keep-alive\n\ndata: {"a": 1}\n\n:\r\ndata: one\r\ndata: two\r\n\r\nevent: x\ndata:[DONE]\n\n'
-    reader = EventReader()
-    found = [event for i in range(0, len(events), step) for event in reader.feed(events[i : i + step])]
-    assert found == [b'{"a": 1}', b"one\ntwo", b"[DONE]"] and reader.comments == 2
-
-
 def test_a_control_call_returns_its_result_and_a_refusal_raises():
     async def use(client: Client) -> object:
         return await client.post("/v1/resume")
@@ -165,9 +138,3 @@ def test_a_control_call_returns_its_result_and_a_refusal_raises():
     for status, body in ((409, good), (200, bad)):
         with pytest.raises(ServerError):
             against([head % (status, len(body)), body], use)
-
-
-@pytest.mark.parametrize("url", ["https://h", "ftp://h", "http://"])
-def test_an_invalid_url_is_refused(url: str):
-    with pytest.raises(ValueError, match="url"):
-        Client(url)

@@ -1,10 +1,15 @@
+"""The rows of a comparison, and the formulas of the bounds on numbers small enough to compute by hand."""
+
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.loads import Figures, Groups, Streams
-from benchmarks.lib.roofline import Machine, Shape
+from benchmarks.lib.roofline import Machine, Shape, decode_share, group_share, middle, prefill_share
 
 SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)  # 656 bytes a step
 LOAD = Streams("8", 8, 32, 64, 16)
@@ -39,11 +44,6 @@ def test_sooner_is_the_peers_time_to_the_first_token_over_ours():
     assert cells(found, 1)["first token s: mean"] == "0.750"
 
 
-def test_a_row_shows_the_median_and_the_spread_of_the_repeats():
-    row = cells(compared(("ours", [figures(30), figures(10), figures(12)])), 0)
-    assert (row["tok/s"], row["from - to"]) == ("12.0", "10.0 - 30.0")
-
-
 def test_the_roofline_is_that_of_the_machine_as_probed_in_this_run():
     runs = [figures(1, token_s=1.312)]
     assert cells(compared(("ours", runs)), 0)["of the roofline"] == "50% of read bandwidth"
@@ -55,11 +55,6 @@ def test_without_a_probe_only_the_roofline_is_missing():
     found = compared(("ours", [figures(30)]), probes=())
     assert cells(found, 0)["of the roofline"] == "-" and cells(found, 0)["tok/s"] == "30.0"
     assert "no roofline" in machine_line(())
-
-
-def test_the_machine_is_described_with_what_was_probed():
-    assert "TFLOP/s" not in machine_line([Machine(2e10, None)]) and "20.0 GB/s" in machine_line([Machine(2e10, None)])
-    assert "3.00 TFLOP/s" in machine_line([Machine(2e10, 3e12)])
 
 
 def test_a_figure_that_a_load_does_not_have_is_a_dash():
@@ -83,14 +78,58 @@ def test_a_run_with_errors_has_no_share_of_the_roofline_and_its_errors_name_the_
     assert cells(found, 1)["of the roofline"] == "-"
 
 
-def test_the_times_between_tokens_of_the_engine_and_of_the_client_have_two_columns():
-    found = LoadComparison(LOAD, (EngineRuns("ours", (figures(1, token_s=0.04),), (0.035,)),), ())
-    assert (cells(found, 0)["ms per token"], cells(found, 0)["in the engine"]) == ("40.0", "35.0")
+# Per layer: q 4x4, k and v 2x4 each, o 4x4: 48; gate, up, down 3x8x4: 96. Two layers: 288. Head: 10x4.
+SMALL = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
+MACHINE = Machine(read=1000.0, peak=10_000.0)
 
 
-def test_the_json_has_every_run_and_every_probe():
-    found = compared(("ours", [figures(30), figures(10)]), ("peer", [figures(15), figures(5)]))
-    content = json.loads(json.dumps(found.to_json()))
-    assert content["load"]["kind"] == "Streams" and content["load"]["bound"] == "read bandwidth"
-    assert content["probes"] == [{"read": 1000.0, "peak": 1.0}]
-    assert [run["tokens_per_s"] for run in content["engines"]["peer"]["runs"]] == [15, 5]
+def test_a_decode_step_reads_the_linears_and_the_head_in_two_bytes_each():
+    assert SMALL.layer_parameters == 288
+    assert SMALL.step_bytes == 2 * (288 + 40)
+
+
+def test_a_prefill_multiplies_every_token_and_attends_to_half_of_all_pairs():
+    # 2 x 288 x 5, and per layer and head: q.k and p.v of 5^2 / 2 pairs, 2 dimensions, 2 operations.
+    assert SMALL.prefill_operations(5) == 2 * 288 * 5 + 2 * 2 * (25 / 2 * 2 * 2 * 2)
+
+
+def test_the_decode_share_is_one_at_the_bandwidth_and_half_at_half_the_speed():
+    assert decode_share(SMALL, MACHINE, 0.656) == pytest.approx(1.0)
+    assert decode_share(SMALL, MACHINE, 1.312) == pytest.approx(0.5)
+
+
+def test_the_prefill_share_counts_all_prompts():
+    seconds = 3 * SMALL.prefill_operations(5) / MACHINE.peak
+    assert prefill_share(SMALL, MACHINE, 3, 5, seconds) == pytest.approx(1.0)
+    assert prefill_share(SMALL, MACHINE, 3, 5, 4 * seconds) == pytest.approx(0.25)
+
+
+def test_the_least_time_of_groups_counts_each_prompt_once_and_each_round_of_decoding():
+    least = 5 * SMALL.prefill_operations(5) / 10_000 + 3 * 7 * 0.656  # 5 groups, 2 at a time: 3 rounds
+    assert group_share(SMALL, MACHINE, 5, 2, 5, 7, least) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("config", "head_dim"), [({}, 2), ({"head_dim": 3}, 3), ({"head_dim": None}, 2)])
+def test_the_shape_is_that_of_config_json(tmp_path: Path, config: dict, head_dim: int):
+    config = config | {
+        "hidden_size": 4,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Shape.of(tmp_path) == Shape(4, 8, 2, 2, 1, head_dim, 10)
+
+
+def test_the_machine_is_the_median_of_its_probes():
+    assert middle([Machine(1, 30), Machine(3, 20), Machine(2, 10)]) == Machine(2, 20)
+    assert middle([]) is None
+
+
+def test_without_amx_only_the_read_bandwidth_is_known():
+    machine = Machine(1000.0, None)
+    assert decode_share(SMALL, machine, 0.656) == pytest.approx(1.0)
+    assert prefill_share(SMALL, machine, 1, 5, 1.0) is group_share(SMALL, machine, 5, 2, 5, 7, 1.0) is None
+    assert middle([machine, Machine(500.0, None), Machine(500.0, None)]) == Machine(500.0, None)

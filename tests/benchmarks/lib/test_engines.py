@@ -45,12 +45,6 @@ def test_a_peer_has_the_version_of_its_own_environment(peers: Path, name: str, d
     assert engine.missing is None and engine.version == version
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
-def test_every_engine_is_given_the_model_and_the_name_that_requests_use(peers: Path, name: str):
-    command = ENGINES[name](Path("/some/model"), "served").command
-    assert "/some/model" in command and "served" in command
-
-
 @pytest.mark.parametrize(
     ("flags", "precision", "kv_gb"), [({"avx2", "avx512_bf16"}, "bf16", "2"), ({"amx_bf16"}, "bf16", "2"),
                                       ({"avx2", "avx512f"}, "f32", "4"), (set(), "f32", "4")],
@@ -63,13 +57,6 @@ def test_openvino_is_given_the_precision_that_the_cpu_has(peers: Path, monkeypat
     assert command[command.index("--precision") + 1] == precision
     assert command[command.index("--kv-gb") + 1] == kv_gb
     assert ("float32" in engine.version) == (precision == "f32")
-
-
-def test_the_flags_of_a_cpu_are_read(tmp_path: Path):
-    file = tmp_path / "cpuinfo"
-    file.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_bf16\nbugs\t: none\nflags\t: fpu avx2\n")
-    assert engines.cpu_flags(file) == {"fpu", "avx2", "amx_bf16"}
-    assert engines.cpu_flags(tmp_path / "absent") == set()
 
 
 @pytest.mark.parametrize("name", ["vllm", "openvino"])

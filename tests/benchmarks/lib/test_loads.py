@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.lib.client import Client, Reply
-from benchmarks.lib.loads import LOADS, Figures, Groups, Load, Prefill, RepeatedGroups, Streams
+from benchmarks.lib.loads import Figures, Groups, Load, RepeatedGroups, Streams
 from benchmarks.lib.roofline import Machine, Shape
 from benchmarks.lib.timeline import StreamLog, TokenEvent
-from benchmarks.lib.workload import closed_loop
 from support.fake_pause_server import FakeServer
 
 SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
@@ -55,21 +54,6 @@ def test_tokens_that_arrive_all_at_once_have_no_time_between_them():
     figures = send(load, Late())
     assert figures.tokens == 4 * 5 and figures.token_s is None
     assert load.share(SHAPE, Machine(1.0, 1.0), figures) is None
-
-
-def test_a_closed_loop_sends_each_request_once_and_one_per_client_at_a_time():
-    live = most = 0
-
-    async def one(index: int) -> int:
-        nonlocal live, most
-        live += 1
-        most = max(most, live)
-        await asyncio.sleep(0.001 * (index % 3))
-        live -= 1
-        return index
-
-    assert sorted(asyncio.run(closed_loop(one, 20, 3, first=5))) == list(range(5, 25))
-    assert most == 3
 
 
 def test_a_group_in_one_request_asks_for_its_samples_at_temperature_one():
@@ -124,15 +108,3 @@ def test_all_engines_get_the_same_prompts_and_each_repeat_has_new_ones():
     assert prompts("0/g/0") == prompts("0/g/0")
     starts = [{prompt[:4] for prompt in prompts(seed)} for seed in ("0/g/0", "0/g/1", "0/other/0", "1/g/0")]
     assert len(set.union(*starts)) == 16  # no common beginning, which a prefix cache could use
-
-
-def test_the_prefill_load_sends_all_prompts_at_the_start():
-    assert all(load.requests == load.at_once for load in LOADS.values() if isinstance(load, Prefill))
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_warm_up_is_one_short_round_of_the_same_kind(load: Load):
-    short = load.warm_up()
-    assert type(short) is type(load)
-    assert (short.at_once, short.prompt, short.requests) == (load.at_once, load.prompt, load.at_once)
-    assert short.output < load.output

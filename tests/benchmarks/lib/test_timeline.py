@@ -1,8 +1,11 @@
+"""The figures of one stream, and those of a load."""
+
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.timeline import StreamLog, TokenEvent, gaps, is_prefix, median_step
+from benchmarks.lib.serving_stats import summarize
+from benchmarks.lib.timeline import StreamLog, TokenEvent, median_step
 
 
 def log_at(*times: float, ids: int = 1) -> StreamLog:
@@ -29,18 +32,45 @@ def test_without_two_tokens_the_step_is_unknown():
     assert median_step([log_at(1.0), StreamLog("r", 0.0)], 0, 99) == 0.0
 
 
-def test_gaps_are_between_consecutive_chunks():
-    assert gaps(log_at(1.0, 1.5, 3.5)) == [0.5, 2.0]
-
-
-def test_a_prefix_is_the_beginning_of_a_sequence():
-    assert is_prefix([], [1]) and is_prefix([1], [1, 2]) and is_prefix([1, 2], [1, 2])
-    assert not is_prefix([1, 2], [1]) and not is_prefix([2], [1, 2])
-
-
 def test_a_stream_with_a_token_after_its_final_chunk_is_not_correct():
     log = log_at(1.0, 3.0)
     log.finals, log.done_markers = [(2.0, "abort")], 1
     assert not log.ended_once
     log.tokens.pop()
     assert log.ended_once
+
+
+def stream(sent: float, times: list[float], ids: int = 1) -> StreamLog:
+    tokens = [TokenEvent(t, list(range(ids)), "x") for t in times]
+    return StreamLog("r", sent, 200, tokens, [(times[-1], "length")], done_markers=1)
+
+
+def test_figures_of_two_streams():
+    stats = summarize([stream(0.0, [0.5, 0.6, 0.7]), stream(1.0, [1.3, 1.5, 2.0])])
+    assert (stats.completed, stats.failed, stats.output_tokens) == (2, 0, 6)
+    assert stats.duration_s == pytest.approx(2.0)
+    assert stats.tokens_per_s == pytest.approx(3.0)
+    assert stats.ttft.mean == pytest.approx(0.4)
+    assert stats.tpot.at[50] == pytest.approx((0.1 + 0.35) / 2)
+    assert stats.itl.count == 4 and stats.itl.at[99] == pytest.approx(0.5, abs=0.02)
+    assert stats.e2e.mean == pytest.approx((0.7 + 1.0) / 2)
+
+
+def test_chunks_of_several_tokens_count_all_of_them():
+    stats = summarize([stream(0.0, [1.0, 2.0], ids=4)])
+    assert stats.output_tokens == 8
+    assert stats.tpot.mean == pytest.approx(1.0 / 7)
+
+
+def test_failed_requests_are_counted_and_enter_no_figure():
+    bad = StreamLog("r", 0.0, 429, error="queue full")
+    half = stream(0.0, [0.5, 0.6])
+    half.finals = []
+    stats = summarize([stream(0.0, [1.0, 2.0]), bad, half])
+    assert (stats.completed, stats.failed, stats.ttft.count) == (1, 2, 1)
+    assert "queue full" in stats.errors
+
+
+def test_nothing_completed_gives_zeros():
+    stats = summarize([StreamLog("r", 0.0, 503, error="x")])
+    assert (stats.completed, stats.tokens_per_s, stats.duration_s, stats.ttft.count) == (0, 0.0, 0.0, 0)

@@ -272,7 +272,7 @@ def test_sglang_refuses_a_loaded_name_with_upsert_false(server, adapter):
 
 def test_verl_unloads_a_listed_adapter_and_loads_the_next_one(server, adapter, monkeypatch):
     """verl sends tensors. The fake runner's tensors are no safetensors file, so the check of the first bytes is off."""
-    monkeypatch.setattr("fastdeploy.http.dialects.sglang.adapters.require_safetensors", lambda data, field: None)
+    monkeypatch.setattr("fastdeploy.http.dialects.sglang.routes.require_safetensors", lambda data, field: None)
     for k in (1, 2):
         if any(model["id"] == "verl_lora" for model in server.http.get("/v1/models").json()["data"]):
             assert server.post("/unload_lora_adapter", lora_name="verl_lora").json()["success"]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.pulled_folder import lock_for_reading
-from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
+from fastdeploy.http.checkpoint_deltas.formats import SlimeVersions
 from fastdeploy.http.checkpoint_deltas.pulls import pull_version
 from support.published_deltas import (
     INDEX,
@@ -41,8 +41,8 @@ class Host:
         self.root.mkdir()
 
     def pull(self, version: int) -> None:
-        stream = SlimeStream(str(self.model), str(self.source), self.roots)
-        pull_version(str(self.root), str(self.local), stream, version, threading.Event())
+        versions = SlimeVersions(str(self.model), str(self.source), self.roots)
+        pull_version(str(self.root), str(self.local), versions, version, threading.Event())
 
     def publish(self, encoding: str = "xor", checksum: str = "xxh3-128", **metadata) -> Path:
         """Publish the next version."""
@@ -333,7 +333,7 @@ def test_a_reader_keeps_pulls_out_and_is_refused_while_a_pull_writes(host, tmp_p
 CHILD = """
 import os, signal, sys, threading
 from fastdeploy.http.checkpoint_deltas import local, patch, pulls
-from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
+from fastdeploy.http.checkpoint_deltas.formats import SlimeVersions
 root, folder, model, source, left = sys.argv[1:]
 left = int(left)
 def count(real):
@@ -345,7 +345,7 @@ def count(real):
         return real(*args, **kwargs)
     return call
 os.pwrite, os.rename, os.unlink = count(os.pwrite), count(os.rename), count(os.unlink)
-pulls.pull_version(root, folder, SlimeStream(model, source, ["/"]), 2, threading.Event())
+pulls.pull_version(root, folder, SlimeVersions(model, source, ["/"]), 2, threading.Event())
 print("done")
 """
 

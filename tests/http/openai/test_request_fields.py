@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec.inspect
 import numpy as np
 import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import AddRequest, RequestFields, part_id
-from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.sampling_params import SamplingParams, check_limits
 from fastdeploy.http.body import given_fields, parse_body
 from fastdeploy.http.dialects.sglang.generate_body import SamplingBody
 from fastdeploy.http.dialects.vllm.generate import parse_generate
@@ -97,6 +99,17 @@ def test_sampling_parameters_are_checked_as_they_are_declared(name):
         assert info.value.field == name
 
 
+class WithBias(msgspec.Struct):
+    bias: dict[Annotated[int, msgspec.Meta(ge=0)], float]
+
+
+@pytest.mark.parametrize("bias", [{-1: 0.5}, {1: "much"}])
+def test_a_wrong_key_or_value_of_an_object_names_the_field(bias):
+    with pytest.raises(InvalidField, match="bias: expected ") as info:
+        check_limits(WithBias(bias), WithBias)
+    assert info.value.field == "bias"
+
+
 def test_numbers_of_numpy_are_numbers():
     assert SamplingParams(temperature=np.float64(0.5), max_tokens=np.int64(3), top_p=np.float32(0.5)).check()
     with pytest.raises(InvalidField, match="temperature: expected a number <= 100"):
@@ -113,3 +126,10 @@ def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
     sglang = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}.get(name, name)
     for schema in (schema_of(CompletionBody)["properties"], schema_of(SamplingBody)["properties"]):
         assert name in schema or sglang in schema or name == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("name", ["guided_json", "web_search_options"])
+def test_an_empty_object_that_asks_for_something_is_refused(name):
+    with pytest.raises(InvalidField, match=name):
+        parse_body({"prompt": "a", name: {}}, CompletionBody, UNSUPPORTED)
+    parse_body({"prompt": "a", name: None}, CompletionBody, UNSUPPORTED)

@@ -18,7 +18,7 @@ from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
 from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, StageResult
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.model_executor.ops.reference_staging import DTYPES
+from fastdeploy.model_executor.ops.reference_weights import DTYPES
 
 GO_ON = np.zeros(1, np.int32)
 SOURCES = st.sampled_from(sorted(DTYPES))

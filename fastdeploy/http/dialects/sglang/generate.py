@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.client.pace import GrowingArray, Pace
 from fastdeploy.client.serving_client import ServingClient
@@ -76,7 +76,7 @@ class LabelledGeneration(Generation):
         self.labels: dict[str, str] = {}
         self._kept_bytes = 0
 
-    async def step(self) -> list[tuple[int, Delta]]:
+    async def step(self) -> list[tuple[int, ChoiceDelta]]:
         deltas = await super().step()
         self._kept_bytes += sum(len(entry.kept) for _, delta in deltas for entry in delta.logprobs)
         if self._kept_bytes > MAX_KEPT_BYTES:
@@ -134,7 +134,7 @@ class GenerateView:
     async def outputs(self) -> list[dict[str, Any]]:
         return [await self._output(reply, reply.choice.text) for reply in self._replies]
 
-    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
         reply = self._replies[index]
         reply.text += delta.text
         event = await self._output(reply, reply.text)

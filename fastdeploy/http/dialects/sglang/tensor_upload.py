@@ -20,7 +20,7 @@ class VersionedBody(LaxBody):
 
 
 class TensorUpload(msgspec.Struct, kw_only=True):
-    """Base64 strings become bytes while they are parsed. No code in them is ever run."""
+    """A body with tensors. Base64 strings become bytes while the body is parsed. No code in them is ever run."""
 
     load_format: str | None = None
 

@@ -15,7 +15,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.calls import Routes, catching, read_body
-from fastdeploy.http.checkpoint_deltas.formats import SlimeStream
+from fastdeploy.http.checkpoint_deltas.formats import SlimeVersions
 from fastdeploy.http.checkpoint_deltas.pulls import Pulls
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import OpenWeightSession, place_pause, sglang_error, success
@@ -116,8 +116,8 @@ def _add_files_and_checks(router: APIRouter, routes: Routes, context: ServingCon
     @routes.post("/pull_weights", PullBody, errors=sglang_error())
     async def pull(body: PullBody) -> dict[str, Any]:
         """Bring a local folder to a published version. The engine is neither paused nor changed."""
-        stream = SlimeStream(context.config.model, body.source_dir, context.config.model_roots)
-        await pulls.pull(body.local_checkpoint_dir, stream, body.target_version)
+        versions = SlimeVersions(context.config.model, body.source_dir, context.config.model_roots)
+        await pulls.pull(body.local_checkpoint_dir, versions, body.target_version)
         return success(f"pulled version {body.target_version}")
 
     @router.get("/weights_checker")

@@ -26,7 +26,7 @@ from fastdeploy.core.files import ANYWHERE, make_beneath, open_regular, read_who
 from fastdeploy.core.pulled_folder import SYNC, pulled_version
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody, parse_body
-from fastdeploy.http.checkpoint_deltas.formats import SkyRLStream, check_path
+from fastdeploy.http.checkpoint_deltas.formats import SkyRLVersions, check_path
 from fastdeploy.http.checkpoint_deltas.published import MAX_JSON_BYTES
 from fastdeploy.http.checkpoint_deltas.pulls import MAX_VERSION, NO_ROOT, Pulls
 
@@ -80,9 +80,9 @@ class CheckpointDeltas:
     async def fetch(self, body: FetchBody) -> dict[str, Any]:
         """Bring the local checkpoint to a version. Raises WrongOrder before :meth:`init`, and the errors of a pull."""
         setup = await asyncio.to_thread(self._setup)
-        stream = self._stream(setup, body)
+        versions = self._versions(setup, body)
         start = time.perf_counter()
-        await self._pulls.pull(_weights(setup), stream, body.target_version)
+        await self._pulls.pull(_weights(setup), versions, body.target_version)
         stats = {"total_s": time.perf_counter() - start}
         return {"status": "ok", "target_version": body.target_version, "stats": stats}
 
@@ -98,7 +98,7 @@ class CheckpointDeltas:
             raise WrongOrder(f"target_version: the local checkpoint has {got}; call /fetch_weights for {target} first")
         return FolderSource(local), str(target)
 
-    def _stream(self, setup: Setup, body: FetchBody) -> SkyRLStream:
+    def _versions(self, setup: Setup, body: FetchBody) -> SkyRLVersions:
         """Return the versions that ``body`` names. SkyRL may name the folder of version 0 as this server's model, or as
         a folder of this host. Raises InvalidField."""
         config, path = self._config, setup.base_model_path
@@ -108,14 +108,14 @@ class CheckpointDeltas:
                 expected = f"{model!r}, {config.served_model_name!r} or a folder below --model-root"
                 raise InvalidField("base_model_path", f"expected {expected}, got {path!r}")
             model, roots = path, config.model_roots
-        return SkyRLStream(model, roots, body.target_version, body.sync_dir, body.uri, config.model_roots)
+        return SkyRLVersions(model, roots, body.target_version, body.sync_dir, body.uri, config.model_roots)
 
     @property
     def _file(self) -> str:
         return f"skyrl-{self._config.port}.json"
 
     def _keep(self, setup: Setup) -> None:
-        self._stream(setup, FetchBody(target_version=0)).open(0).folder.close()
+        self._versions(setup, FetchBody(target_version=0)).open(0).folder.close()
         root, part = self._config.pull_root, f"{self._file}.{os.getpid()}"
         try:
             os.close(make_beneath(root, setup.local_checkpoint_dir))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import PlainValidator
 from starlette.responses import Response
 
-from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.core.outputs import Logprob
@@ -121,7 +121,7 @@ class GenerateView(OpenAIReply):
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {"index": index, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
-    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
         event = await self._event(index, delta, {"index": index, "logprobs": logprobs})
         event["choices"] = [_without_prompt(choice) for choice in event["choices"]]

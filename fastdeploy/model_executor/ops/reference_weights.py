@@ -1,10 +1,11 @@
-"""Staging of new weights for the reference ops. The C++ ops are compared with it."""
+"""Packed weights and adapters of the reference ops, and the staging of new weights."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -12,9 +13,47 @@ import paddle
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import ZERO, change, fingerprint
 from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, Problem, Region, StageItem, StageResult
-from fastdeploy.model_executor.ops.reference_tiles import ReferenceLinear
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+@dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
+class ReferenceLinear:
+    """A packed linear of the reference ops. ``weight`` is float32 [out_features, in_features]."""
+
+    weight: paddle.Tensor
+    bias: paddle.Tensor | None
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+class ReferencePart(NamedTuple):
+    """The adapter of the projection that begins at output ``first``: a [r, in_features], b [n, r]."""
+
+    first: int
+    a: paddle.Tensor
+    b: paddle.Tensor
+    scaling: float
+
+
+@dataclass
+class ReferenceLora:
+    """The packed adapter of one linear. ``parts``: those projections of the linear that have an adapter."""
+
+    parts: list[ReferencePart]
+    out_features: int
+    in_features: int
+    rank: int
+    nbytes: int
+
+
+def to_float32(array: np.ndarray) -> np.ndarray:
+    """Convert float32, float16, or bfloat16 given as uint16 bits to float32."""
+    if array.dtype == np.uint16:
+        widened: np.ndarray = array.astype(np.uint32) << 16
+        return widened.view(np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32)
 
 
 def stage(ops: Ops, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
@@ -73,10 +112,10 @@ def _read(ops: Ops, region: Region) -> np.ndarray:
 
 def _write(region: Region, values: np.ndarray) -> None:
     if region.vector is not None:
-        region.vector[:] = _widened(values)
+        region.vector[:] = to_float32(values)
     elif region.linear is not None:
         assert isinstance(region.linear, ReferenceLinear)
-        rows = _widened(values).reshape(region.rows, region.columns)
+        rows = to_float32(values).reshape(region.rows, region.columns)
         region.linear.weight[region.first_row : region.first_row + region.rows] = paddle.to_tensor(rows)
 
 
@@ -84,7 +123,7 @@ def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
     """Round values to nearest even. bfloat16 is uint16 bits, before and after."""
     if values.dtype == np.uint16 and dtype == "bfloat16":
         return values
-    wide = _widened(values)
+    wide = to_float32(values)
     if dtype == "float32":
         return wide
     bits = wide.view(np.uint32)
@@ -92,11 +131,5 @@ def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
 
 
-def _widened(values: np.ndarray) -> np.ndarray:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
-
-
 def _finite(values: np.ndarray) -> bool:
-    return bool(np.isfinite(_widened(values)).all())
+    return bool(np.isfinite(to_float32(values)).all())

@@ -1,8 +1,12 @@
-"""Number of prompt tokens in a step."""
+"""Number of prompt tokens in a step, and the steps that are computed before the engine serves requests."""
 
 from __future__ import annotations
 
-from fastdeploy.scheduler.pacer import StepPacer
+import pytest
+
+from fastdeploy.scheduler.chunks import StepPacer
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def observe(pacer: StepPacer, prompt_s: float, decode_s: float = 0.0) -> None:
@@ -62,3 +66,32 @@ def test_the_budget_recovers_from_a_slow_first_step_beside_many_decodes():
         pacer.observe(0, 0.04)
         pacer.observe(prefill, 0.04 + prefill * 0.0004)
     assert pacer.budget(63) > 400
+
+
+def test_warm_up_gives_the_pacer_a_measured_budget():
+    runner, pacer = FakeRunner(num_blocks=80, max_model_len=300), StepPacer(2048, 0.25)
+    runner.step_s = 0.1
+    pacer.warm_up(runner)
+    assert [plan.num_tokens for plan in runner.plans] == [StepPacer.WARM_UP_TOKENS, StepPacer.WARM_UP_TOKENS, 1]
+    assert pacer.budget(0) > StepPacer.FIRST_GUESS
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 5, 128])
+@pytest.mark.parametrize("max_tokens", [1, 3, 2048])
+def test_warm_up_stays_within_the_limits_of_the_settings(max_model_len, max_tokens):
+    blocks = -(-max_model_len // 4)
+    runner = FakeRunner(num_blocks=blocks, max_model_len=max_model_len, vocab=7)
+    StepPacer(max_tokens, 0.25).warm_up(runner)
+    for plan in runner.plans:
+        assert 1 <= plan.num_tokens <= max_tokens
+        assert max(plan.chunks[0].token_ids) < 7
+
+
+def test_requests_after_the_warm_up_are_computed_from_their_own_kv():
+    """The fake runner refuses a step whose context is not the sequence's own."""
+    harness = Harness(FakeRunner(num_blocks=40, max_model_len=128))
+    harness.engine.scheduler.pacer.warm_up(harness.runner)
+    harness.add("r", list(range(20)), max_tokens=5)
+    harness.run_out()
+    assert harness.stream("r").tokens == expected_tokens(list(range(20)), 5)
+    harness.engine.lifecycle.check_integrity()
