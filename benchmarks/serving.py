@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import Dialect
+from benchmarks.lib.loads import PERCENTS, ServingStats, summarize
 from benchmarks.lib.report import Printer, json_flag, write_json
-from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.workload import closed_loop, completion, prompt_ids
 

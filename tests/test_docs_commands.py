@@ -80,6 +80,11 @@ def check_command(command: list[str]) -> None:
                 fleet_config(args, engine.model_roots)
                 launcher_spec(args, fleet_key)
                 assert args.ray is None or fleet_key
+        case ["pip", "install", "."]:
+            assert (ROOT / "setup.py").exists()
+        case [".venv/bin/python", "-m", "pytest", "--oracles", "record", *paths]:
+            assert '"--oracles"' in (ROOT / "tests" / "conftest.py").read_text(), command
+            check_command([".venv/bin/python", "-m", "pytest", *paths])
         case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:
             # The files are run by the suite, by make lint and by make ops.
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command

@@ -24,7 +24,7 @@ class Place:
 
 
 class AdapterMemory:
-    """Keeps account of the adapters at the runner, in at most ``budget`` bytes. Only an adapter that is replaced by a
+    """The account of the adapters at the runner, in at most ``budget`` bytes. Only an adapter that is replaced by a
     larger one while requests use it may exceed the budget.
 
     to_read: adapters that a request waits for, whose memory is reserved and whose read has not begun. to_drop: numbers

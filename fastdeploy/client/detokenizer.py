@@ -139,8 +139,8 @@ class StopHit(NamedTuple):
 
 
 class StopSearch:
-    """Finds stop strings in a text that grows by :meth:`push`. The time is linear in the length of the text, and does
-    not depend on the number of stop strings (Aho and Corasick, 1975)."""
+    """A search for stop strings in a text that grows by :meth:`push`. The time is linear in the length of the text, and
+    does not depend on the number of stop strings (Aho and Corasick, 1975)."""
 
     def __init__(self, stops: Sequence[str]):
         self._automaton = compile_stops(tuple(stops))

@@ -15,7 +15,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Pace:
-    """Counts the work for one reply, and lets the event loop run after each slice.
+    """The pace of one reply: it counts the work, and lets the event loop run after each slice.
 
     slice_lock: shared by all replies of one event loop. A reply that has used up its slice waits for the lock, so at
     most one reply begins another slice in each round of the event loop.

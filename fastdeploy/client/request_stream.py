@@ -11,7 +11,7 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class Reader:
-    """Wakes the one task that reads some streams. for_tokens: False = only the end of a choice wakes the task."""
+    """What wakes the one task that reads some streams. for_tokens: False = only the end of a choice wakes the task."""
 
     def __init__(self, for_tokens: bool = True) -> None:
         self.for_tokens = for_tokens
@@ -33,8 +33,8 @@ class Reader:
 
 
 class RequestStream:
-    """Outputs of one request. The engine client fills the stream and wakes its reader. One task reads the stream and
-    closes it in every case (``with stream:``). A close before all n choices have ended cancels the others.
+    """The outputs of one request. The engine client fills the stream and wakes its reader. One task reads the stream
+    and closes it in every case (``with stream:``). A close before all n choices have ended cancels the others.
 
     fingerprint: of the HTTP body of a request with retain_s, which outlives this stream; else "".
     """

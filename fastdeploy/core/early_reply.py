@@ -11,9 +11,9 @@ from typing import Any
 
 
 class EarlyReply:
-    """Ends the body of one request when the server has answered. extensions: send them with this request. The request
-    must open a new connection, since httpx shows a connection only when it is opened. Over TLS no answer is noticed:
-    bytes may come that are no answer."""
+    """The watch for an early answer: it ends the body of one request when the server has answered. extensions: send
+    them with this request. The request must open a new connection, since httpx shows a connection only when it is
+    opened. Over TLS no answer is noticed: bytes may come that are no answer."""
 
     def __init__(self) -> None:
         self.extensions = {"trace": self._trace}

@@ -75,8 +75,8 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """Gives each event to every attached sink. watched: some sink is attached. watched_steps: some attached sink wants
-    STEP."""
+    """The log of events: it gives each event to every attached sink. watched: some sink is attached. watched_steps:
+    some attached sink wants STEP."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.watched = False

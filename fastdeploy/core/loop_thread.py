@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers of any thread. The thread is a daemon: it does not keep the process alive."""
+    """An event loop that runs coroutines for callers of any thread. The thread is a daemon: it does not keep the
+    process alive."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()

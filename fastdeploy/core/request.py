@@ -19,6 +19,8 @@ from fastdeploy.core.served_weights import ADAPTER_PREFIX, ServedWeights
 
 
 class RequestState(StrEnum):
+    """The states of a request, see TRANSITIONS."""
+
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
@@ -42,6 +44,8 @@ class Preemption(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """The reasons why a choice ends."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"

@@ -27,8 +27,8 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class AdmissionControl:
-    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait, and
-    choices that the pauses of adapters may hold beside them."""
+    """The check of each new request against the pauses, the queue and the model. max_waiting: choices that may wait,
+    and choices that the pauses of adapters may hold beside them."""
 
     def __init__(
         self,
@@ -86,7 +86,9 @@ class AdmissionControl:
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
         group = Group(client, add, model)
         self._arrivals += 1
-        self._now = max(self._now, time.time())  # never back: requests without a session stay in their order
+        self._now = max(
+            self._now, time.time()
+        )  # the time never goes back, so requests without a session keep their order
         order = (add.priority, add.session_began or self._now, self._arrivals)
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group

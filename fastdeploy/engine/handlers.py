@@ -12,8 +12,8 @@ Method = TypeVar("Method", bound=Callable[..., dict[str, Any] | None])
 
 
 class Handler(Protocol):
-    """Handles one call of a client. Returns the result, or None if it calls ``answer`` itself, now or later. Raises the
-    error of a call that is refused."""
+    """The function that handles one call of a client. It returns the result, or None if it calls ``answer`` itself, at
+    once or later. It raises the error of a call that is refused."""
 
     def __call__(self, args: Any, client: str, answer: Callable[..., None]) -> dict[str, Any] | None: ...
 

@@ -43,8 +43,9 @@ class PausedCall(NamedTuple):
 
 
 class Sleeper:
-    """Handles sleep and wake calls, and owns their hold. The loop calls ``settle`` between two steps, after the pauses
-    have settled. pause: of the whole engine. wake_timeout_s: seconds that reading the weights back may take.
+    """The handler of sleep and wake calls, and the owner of their hold. The loop calls ``settle`` between two steps,
+    after the pauses have settled. pause: of the whole engine. wake_timeout_s: seconds that reading the weights back may
+    take.
 
     Sleep calls are served one after the other. A wake-up is refused while another one reads, or if its tags do not
     sleep yet."""

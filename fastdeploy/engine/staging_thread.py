@@ -71,7 +71,9 @@ class StagingThread:
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float], width: int = 1):
         self._wake, self._clock, self._width = wake, clock, width
         self._queue: deque[Job] = deque()
-        self._first_late = math.inf  # no waiting job is late before; may be that of a job which has left
+        self._first_late = (
+            math.inf
+        )  # no waiting job is too late before this time; it may be that of a job that does not wait any more
         self._running: list[Job] = []  # in the order of their start
         self._left_behind: list[Job] = []
         self._closed = False

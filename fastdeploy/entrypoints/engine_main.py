@@ -45,7 +45,7 @@ def stop_signals_deferred() -> Iterator[None]:
 
 
 class Lifeline:
-    """Ends the engine on a stop signal, or when the supervisor has ended. In the second case the lifeline also
+    """The end of the engine: on a stop signal, or when the supervisor has ended. In the second case the lifeline also
     removes the socket folder. stop: ends this process; ``serve`` sets it to the stop of the engine's loop.
 
     A thread watches the supervisor. A signal at the parent's death does not suffice: its handler would wait until the

@@ -39,7 +39,7 @@ PIPES, ENDS, SIGNALS = range(3)
 
 
 class BackOff:
-    """Delays before a child process that ended is started again.
+    """The delays before a child process that ended is started again.
 
     The first restart is immediate. The second waits ``first_delay_s``, and each further one twice as long as the one
     before, up to ``max_delay_s``. The count starts again after a child that was ready for HEALTHY_S. The parent gives

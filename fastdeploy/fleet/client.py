@@ -204,7 +204,7 @@ class FleetClient:
             self.router.grown(session, len(relay.request.prompt_token_ids) + tokens)
 
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
-        if choice is not None:  # else ``_forget`` follows, and cancels all
+        if choice is not None:  # without a choice, ``_forget`` follows and cancels all choices
             self._relays[request_id].cancel(choice, reason)
 
     def _forget(self, request_id: str) -> None:

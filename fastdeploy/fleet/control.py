@@ -23,8 +23,9 @@ from fastdeploy.inter_communicator import messages as m
 
 
 class FleetControl:
-    """Makes control calls on every member, and returns one answer each. A gateway that does not lead changes nothing,
-    fences nobody, and has no members: it reads from the replicas that it is connected to. Use from one event loop only.
+    """The maker of control calls: each is made on every member, and has one answer. A gateway that does not lead
+    changes nothing, fences nobody, and has no members: it reads from the replicas that it is connected to. Use from one
+    event loop only.
 
     end_requests(args): ends what the call must end and what is at no replica; called when the call is sent."""
 

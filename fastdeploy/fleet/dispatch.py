@@ -114,9 +114,9 @@ class Limit(NamedTuple):
 
 
 class Dispatcher:
-    """Sends parts of requests to replicas. Those that must wait are sent in their order. open_replicas: those that take
-    requests. max_waiting: returns how many choices that have been at no replica may wait here. ready(adapter): see
-    Lookups. Use from one event loop only."""
+    """The dispatcher of request parts to replicas. Those that must wait are sent in their order. open_replicas: those
+    that take requests. max_waiting: returns how many choices that have been at no replica may wait here.
+    ready(adapter): see Lookups. Use from one event loop only."""
 
     def __init__(
         self,
@@ -131,12 +131,11 @@ class Dispatcher:
         self._open_replicas = open_replicas
         self._max_waiting = max_waiting
         self._ready = ready
-        self._waiting: dict[
-            RequestPart, int
-        ] = {}  # in their order, with the number of choices that count for max_waiting
-        self._num_new = 0  # choices that count
+        # The parts in their order, each with the number of its choices that count for max_waiting; and their sum.
+        self._waiting: dict[RequestPart, int] = {}
+        self._num_new = 0
         self._task: asyncio.Task[None] | None = None
-        self._changed = False  # since the task has begun its round
+        self._changed = False  # whether ``send_waiting`` was called since the task began its round
         self.closed = False
 
     @property

@@ -51,8 +51,8 @@ class Difference(NamedTuple):
 
 
 class Joiner:
-    """Brings replicas to the state of the fleet. replicas: all, by name. profile: facts that are the same on
-    all replicas; None as long as there is none."""
+    """The helper that brings replicas to the state of the fleet. replicas: all, by name. profile: facts that are the
+    same on all replicas; None as long as there is none."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Joiner:
         self._leadership = leadership
         self._replicas = replicas
         self._transfer = transfer
-        self._lost_since: float | None = None  # no replica can join since then: nobody has what it lacks
+        self._lost_since: float | None = None  # time since which no replica can join, because nobody has what it lacks
         self.profile: dict[str, Any] | None = None
 
     async def bring(self, replica: Replica) -> None:

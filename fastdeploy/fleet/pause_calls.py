@@ -161,6 +161,8 @@ class RenewCall(FleetCall[m.RenewArgs]):
 
 
 class PauseStatusCall(FleetCall[m.PauseStatusArgs]):
+    """A question for the pause status of all members."""
+
     def on_success(self) -> dict[str, Any]:
         report = super().on_success()
         for hold in report["holds"]:

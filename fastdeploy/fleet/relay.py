@@ -26,12 +26,12 @@ from fastdeploy.inter_communicator.messages import Output
 
 LOST = (EngineDead, EngineStalled)
 REFUSED = (QueueFull, RequestsRejected)
-MIN_S = 0.001  # of a deadline that is passing
+MIN_S = 0.001  # for a deadline that has just passed: a request takes only times above 0
 MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that ends its engine must not end them all
 
 
 class Placer(Protocol):
-    """Finds replicas for parts. The methods return at once."""
+    """What finds replicas for parts of requests. The methods return at once."""
 
     def lost(self, part: RequestPart) -> None:
         """Place a part whose replica was lost."""

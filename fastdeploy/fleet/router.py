@@ -102,7 +102,7 @@ class Route:
 
 
 class Router:
-    """Chooses replicas, and remembers where sessions and groups are."""
+    """The choice of replicas, with the memory of where sessions and groups are."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions

@@ -58,7 +58,7 @@ class Phase(Enum):
 
 
 class Tally(Enum):
-    """Answers of all participants that are not lost, taken together."""
+    """The answers of all participants that are not lost, taken together."""
 
     ALL = "all accepted"
     SOME = "some accepted"

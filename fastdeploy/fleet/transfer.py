@@ -25,9 +25,9 @@ Ways = list[tuple[str, Callable[[], Awaitable[object]]]]  # to get something, wi
 
 
 class Transfer:
-    """Gives weights and adapters to replicas. An engine refuses those that do not have the fingerprint of the fleet's.
-    Files are used between replicas of one host, HTTP between others. ask_s: time in which an engine tells where its
-    copy of an adapter is."""
+    """The way of weights and adapters to replicas that lack them. An engine refuses those that do not have the
+    fingerprint of the fleet's. Files are used between replicas of one host, HTTP between others. ask_s: time in which
+    an engine tells where its copy of an adapter is."""
 
     def __init__(self, hosts: RemoteHosts, ask_s: float):
         self._hosts, self._ask_s = hosts, ask_s

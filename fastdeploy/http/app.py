@@ -126,7 +126,8 @@ EVENT_STREAMS = ("/ui/events",)  # streams that GET opens
 
 
 class Guard:
-    """Answers the error that ``check`` returns for a request, without reading the body of the request."""
+    """Middleware that answers the error that ``check`` returns for a request, without reading the body of the
+    request."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], FastDeployError | None]):
         self._app = app
@@ -138,9 +139,9 @@ class Guard:
 
 
 class Routing:
-    """Serves /path/ as /path, and HEAD as GET. A redirect to /path would lose the body of the request. The HTTP server
-    sends no body in the answer to a HEAD request. HEAD of an event stream is not served (405): its answer would not end
-    before the stream, and the next request on the connection would wait."""
+    """Middleware that serves /path/ as /path, and HEAD as GET. A redirect to /path would lose the body of the request.
+    The HTTP server sends no body in the answer to a HEAD request. HEAD of an event stream is not served (405): its
+    answer would not end before the stream, and the next request on the connection would wait."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -154,7 +155,7 @@ class Routing:
 
 
 class LastResort:
-    """Answers an unexpected exception with a JSON error, so that the connection stays open."""
+    """Middleware that answers an unexpected exception with a JSON error, so that the connection stays open."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -178,7 +179,7 @@ class LastResort:
 
 
 class TraceId:
-    """Copies X-Request-Id from the request to the response, so that a service mesh can match them."""
+    """Middleware that copies X-Request-Id from the request to the response, so that a service mesh can match them."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

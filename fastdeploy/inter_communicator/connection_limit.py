@@ -35,8 +35,9 @@ EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq
 
 
 class ConnectionLimit:
-    """Counts the open TCP connections of ``listener`` on a thread of its own, and refuses others while there are
-    ``max_open``. Must be made before ``listener`` is bound to its TCP address, of which there is only one."""
+    """The limit of open TCP connections: it counts those of ``listener`` on a thread of its own, and refuses others
+    while there are ``max_open``. Must be made before ``listener`` is bound to its TCP address, of which there is only
+    one."""
 
     def __init__(self, context: zmq.Context[Any], listener: zmq.Socket[Any]):
         self.max_open = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // PART_OF_FILES)

@@ -98,6 +98,8 @@ class RenewArgs(Args, frozen=True):
 
 
 class PauseStatusArgs(Args, frozen=True):
+    """The question for the pause status of a scope."""
+
     reads = True
     scope: str = WHOLE_ENGINE
 
@@ -186,6 +188,8 @@ class WeightInfoArgs(Args, frozen=True):
 
 
 class ModelInfoArgs(Args, frozen=True):
+    """The question for the model and the limits of the engine."""
+
     reads = True
     shows_replicas = False
 
@@ -272,6 +276,8 @@ else:
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):
+    """The acknowledgement of a Fence."""
+
     fence_id: int
 
 

@@ -50,7 +50,7 @@ class Connection(Protocol):
 
 
 class Connector(Protocol):
-    """Makes connections, one after the other."""
+    """The maker of connections, one after the other."""
 
     def connect(self) -> Connection | None:
         """Return a new connection, or None if the engine has ended for ever. Raises OSError if a later try may

@@ -200,7 +200,7 @@ def context_of_many() -> zmq.asyncio.Context:
 
 
 class ZmqConnector:
-    """Makes the connections of one client to ``endpoint`` (see transport.Connector). secret: the fleet key,
+    """The maker of the connections of one client to ``endpoint`` (see transport.Connector). secret: the fleet key,
     which a TCP endpoint needs. Raises InvalidField without it. context: shared with other connectors, so that two
     threads of ZMQ serve them all; the caller ends it. None = one of its own."""
 

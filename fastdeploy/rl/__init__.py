@@ -6,7 +6,7 @@ connection            HTTP with one address; server_state knows whether requests
 generate              one request until it is finished, over many attempts; continuation joins the attempts
 rollout, staleness    the result of a generation, and how old the weights of its tokens are
 holds                 pause and resume, and the renewal of a pause's ttl
-publish, adapters     new weights and adapters, and the count of both
+publish               new weights and adapters, and the count of both
 state_transfer        what is sent: a state or its difference (deltas), as safetensors (state_encoding), by uploads
 frameworks/           integrations of TRL, verl and SkyRL
 scoring/              log probabilities by the engine's own ops, with gradients

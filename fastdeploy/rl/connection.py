@@ -177,7 +177,7 @@ async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 class LineReader:
-    """Splits a byte stream into lines. Only "\\n" ends a line: JSON may contain U+2028, U+2029 and U+0085."""
+    """A reader that splits bytes into lines. Only "\\n" ends a line: JSON may contain U+2028, U+2029 and U+0085."""
 
     def __init__(self, max_bytes: int = MAX_LINE_BYTES):
         self._max_bytes = max_bytes

@@ -16,8 +16,8 @@ MAX_SESSION_CHARS = 256
 
 
 class RolloutGenerator:
-    """Generates answers. max_failures, silence_s: see RolloutClient. The stream of a frozen request is not silent: the
-    server sends a comment every few seconds."""
+    """The generator of answers. max_failures, silence_s: see RolloutClient. The stream of a frozen request is not
+    silent: the server sends a comment every few seconds."""
 
     def __init__(self, connection: Connection, state: ServerState, max_failures: int, silence_s: float):
         self._connection = connection

@@ -132,7 +132,7 @@ class Holds:
 
 
 class _HoldRenewer:
-    """Renews holds in a thread of its own, so that a hold stands while training blocks the caller's event loop.
+    """The renewal of holds in a thread of its own, so that a hold stands while training blocks the caller's event loop.
 
     A renewal never places a hold, so a renewal after the hold's end changes nothing. A failed renewal is only logged
     here. Holds.require_standing checks the holds before a commit.

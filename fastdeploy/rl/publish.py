@@ -36,7 +36,7 @@ MAX_NAMES = 10_000  # of adapters whose loads are counted
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights that the server has committed.
+    """The weights that the server has committed.
 
     number: counts this client's publications from 1. version: the label (without a given version, the server makes one
     of its weight_epoch). report: of the commit. tensors, nbytes: of what was sent. full_nbytes: of the whole state.
@@ -67,7 +67,7 @@ class SessionOptions(NamedTuple):
 
 
 class Publisher:
-    """Publishes weights, one publication at a time, and keeps a snapshot of the last one."""
+    """The publisher of weights: it makes one publication at a time, and keeps a snapshot of the last one."""
 
     def __init__(self, connection: Connection, state: ServerState, holds: Holds):
         self.ledger = PublicationLedger()

@@ -20,7 +20,7 @@ class LoadedAdapter:
 
 
 class ServerState:
-    """Decides when requests may be sent.
+    """What decides when requests may be sent.
 
     boot_id: of the engine, as last seen. stale: why no request is sent before the next publication (the engine has
     restarted without the published weights), or None. adapters: what this client has loaded, by name."""

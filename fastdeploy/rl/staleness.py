@@ -22,8 +22,8 @@ MAX_COMMITS = 1024  # kept per engine
 
 
 class PublicationLedger:
-    """Maps each weight_epoch (or adapter_epoch) to a publication. ``newest`` is the number of publications so far; 0
-    stands for the weights before the first."""
+    """The map from each weight_epoch (or adapter_epoch) to a publication. ``newest`` is the number of publications so
+    far; 0 stands for the weights before the first."""
 
     def __init__(self) -> None:
         self.newest = 0

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WholeTensors:
-    """Makes parts of tensors that are sent whole, and remembers their fingerprints.
+    """The tensors that are sent whole: it makes parts of them, and remembers their fingerprints.
 
     dtype: in which the server serves. known: fingerprints that need not be computed. keeps: remember the values too."""
 

@@ -75,7 +75,7 @@ def _elapsed_s(runner: Runner, tokens: list[int], start: int, count: int) -> flo
 
 
 class RunnerSequences:
-    """Makes the chunks of a plan. A chunk has only what the runner does not know of a request.
+    """The maker of the chunks of a plan. A chunk has only what the runner does not know of a request.
 
     eos_token_ids: a new sequence may not draw these before it has min_tokens."""
 

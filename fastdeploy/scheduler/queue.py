@@ -187,8 +187,8 @@ class WaitingQueue:
 
 
 class AdapterRoom:
-    """Chooses the adapters to evict. An adapter that a request in the batch uses is evicted only if all its users are
-    frozen, and those are preempted before."""
+    """The choice of the adapters to evict. An adapter that a request in the batch uses is evicted only if all its users
+    are frozen, and those are preempted before."""
 
     def __init__(self, memory: AdapterMemory, waiting: WaitingQueue):
         self._memory = memory

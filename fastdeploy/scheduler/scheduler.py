@@ -27,8 +27,8 @@ from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
 
 class Scheduler:
-    """Moves requests through their states. The time per step depends on the number of running requests only, not on the
-    number of waiting or frozen requests or of scopes.
+    """The scheduler, which moves requests through their states. The time per step depends on the number of running
+    requests only, not on the number of waiting or frozen requests or of scopes.
 
     gate: of the whole engine. While it is closed, requests stay where they are. running: sorted by order. frozen:
     requests whose own scope was closed while they ran. A frozen request takes no place in the batch, and keeps its KV

@@ -336,7 +336,7 @@ class ModelRunner:
 
 
 class _StepGivenUp(Exception):
-    """Ends the layers of a step. Only this file raises and catches it."""
+    """The exception that ends the layers of a step. Only this file raises and catches it."""
 
 
 def _raising(between_layers: Callable[[], bool] | None) -> Callable[[], None] | None:

@@ -52,7 +52,7 @@ class _Rows:
 
 
 class Sampler:
-    """Draws the tokens of each step."""
+    """The sampler, which draws the tokens of each step."""
 
     def __init__(self, ops: Ops):
         self._ops = ops

@@ -147,7 +147,7 @@ def _read_into(fd: int, buffer: memoryview, offset: int, check: Check) -> None:
 
 def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[str, Value], path: str) -> int:
     """Write every checkpoint tensor in the serving dtype to the new file ``path``, and return its bytes. The file is
-    locked while it is written (see shared_files.py). After an error there is no file. Raises OutOfSpace, or
+    locked while it is written (see core/files.py). After an error there is no file. Raises OutOfSpace, or
     EngineError if the file cannot be written."""
     header, nbytes = _header(ops.dtype, parameters)
     try:

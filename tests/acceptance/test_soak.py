@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from acceptance import soak
-from acceptance.lib.ledger import Ledger
+from acceptance.lib.ledger import Ledger, Versions, Witness
 from acceptance.lib.soak import plan
 from acceptance.lib.soak.flat import ENOUGH, WARM_UP, Samples, files_under, process_holds
 from acceptance.lib.soak.policy import Policy
-from acceptance.lib.soak.versions import Versions, Witness
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.rollout import Rollout, TokenSpan
 

@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from acceptance.lib.ledger import Ledger
+from acceptance.lib.ledger import Ledger, Witness
 from acceptance.lib.soak import plan
-from acceptance.lib.soak.versions import Witness
 from benchmarks.lib.client import FAILURES, Client, Reply
 from benchmarks.lib.workload import Clients
 from fastdeploy.core.errors import FastDeployError

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from acceptance.lib.ledger import Ledger
+from acceptance.lib.ledger import Ledger, Versions, Witness
 from acceptance.lib.soak import plan
 from acceptance.lib.soak.flat import Samples, files_under, process_holds
 from acceptance.lib.soak.load import Load
 from acceptance.lib.soak.served import MAX_NUM_SEQS, LineProcess, Server, segments
-from acceptance.lib.soak.versions import Versions, Witness
 from benchmarks.lib.roofline import Shape
 from benchmarks.make_adapters import write_adapter
 from fastdeploy.embedded import MODEL_DIR

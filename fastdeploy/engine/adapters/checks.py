@@ -88,7 +88,7 @@ class AdapterChecks:
 
 
 class AdapterLookups:
-    """Begins lookups in the adapter root. thread: for all copies from there, so lookups that hang delay no other load.
+    """The lookups in the adapter root. thread: for all copies from there, so lookups that hang delay no other load.
     for_requests: a request that names an unknown adapter may begin one. In a fleet only a call of the gateway may,
     since all replicas must get the same adapter and number."""
 

@@ -22,8 +22,8 @@ OnRead = Callable[[Packed | None, FastDeployError | None, float], None]
 
 
 class AdapterReads:
-    """Packs adapters of the store at the runner: one new adapter at a time, and one that was evicted beside it. So a
-    request for an evicted adapter does not wait for all loads.
+    """The reads that pack adapters of the store at the runner: one new adapter at a time, and one that was evicted
+    beside it. So a request for an evicted adapter does not wait for all loads.
 
     timeout_s: seconds that the read of an evicted adapter may take."""
 

@@ -83,7 +83,7 @@ class AdapterRegistry:
         self._loads: dict[str, Load] = {}
         self._unloaded: dict[ServedModel, None] = {}  # which still have requests
         self._num_loads = self._num_names = 0
-        self._first_expiry = math.inf  # no prepared load expires before, on the loop's clock
+        self._first_expiry = math.inf  # no prepared load expires before this time, on the loop's clock
         self.num_failed = self.past_epoch = 0
 
     @property

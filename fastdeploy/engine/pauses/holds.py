@@ -56,6 +56,8 @@ class PausePhase(Enum):
 
 
 class PauseEvent(Enum):
+    """What moves a pause from one phase to another, see TRANSITIONS."""
+
     PLACE = "place"
     QUIESCED = "quiesced"
     RELEASE_LAST = "release_last"

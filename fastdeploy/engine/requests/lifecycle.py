@@ -33,8 +33,8 @@ WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its fi
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of the choices of one scope. aborted, finished: since the engine started. aborted_tokens: output tokens of
-    the aborted ones. started, queued: now in the engine. A choice is started when its request has a token."""
+    """How many choices one scope has and had. aborted, finished: since the engine started. aborted_tokens: output
+    tokens of the aborted ones. started, queued: now in the engine. A choice is started when its request has a token."""
 
     aborted: int
     finished: int

@@ -24,7 +24,7 @@ REPUBLISH_HOLD = "republish"
 
 
 class WeightCommits:
-    """Commits and prepares sessions. end(session, error): ends a session without a commit.
+    """The commits of weight sessions, and their preparation. end(session, error): ends a session without a commit.
 
     A prepared session has passed every check, and is committed whatever happens meanwhile, unless its lease ends or it
     is aborted. A new label of the weights that serve does not concern it: the weights are still those that the session

@@ -22,9 +22,9 @@ from fastdeploy.inter_communicator.messages import ExportWeightsArgs, WeightInfo
 
 
 class WeightInfo:
-    """Answers GET /v1/weights, and exports the weights. scope: the whole engine. committed: returns what the last
-    commit has set. sessions: their thread computes checksums and writes exports. timeout_s: seconds for that. folders:
-    for exports, the preferred one first."""
+    """The answers to GET /v1/weights, and the export of the weights. scope: the whole engine. committed: returns what
+    the last commit has set. sessions: their thread computes checksums and writes exports. timeout_s: seconds for that.
+    folders: for exports, the preferred one first."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from fastdeploy.inter_communicator.messages import EventsArgs, PauseStatusArgs
 from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import Scheduler
 
-MAX_EVENTS = 2048  # kept for the next call
+MAX_EVENTS = 2048  # events that are kept for the next call
 IDLE_S = 5.0
 MAX_REQUESTS = 256  # requests of one reply
 MAX_ADAPTERS = 64  # adapters of one reply
@@ -138,7 +138,7 @@ class EventRing:
 
 
 class Viewers:
-    """Answers the calls of API servers that have viewers. parts: of the engine that is shown."""
+    """The answers to API servers that have viewers. parts: of the engine that is shown."""
 
     def __init__(self, events: EventLog, parts: EngineParts, clock: Callable[[], float]):
         self._events, self._parts, self._clock = events, parts, clock

@@ -28,7 +28,8 @@ from fastdeploy.inter_communicator import messages as m
 
 
 class TextConvertor(Convertor[str]):
-    """Takes all of the path that is left. Of starlette's convertor "path", a newline at the end would be lost."""
+    """A path parameter that is all of the path that is left. Of starlette's convertor "path", a newline at the end
+    would be lost."""
 
     regex = "(?s:.*)"
 

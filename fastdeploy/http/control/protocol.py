@@ -88,7 +88,8 @@ Kv = Literal["keep", "recompute"]
 
 
 class SourceBody(Body):
-    """Names the source of tensors: model_path or shared_memory. With neither, the HTTP body itself is the source."""
+    """The fields that name the source of tensors: model_path or shared_memory. With neither, the HTTP body itself is
+    the source."""
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)

@@ -144,8 +144,8 @@ def spool_router(context: ServingContext) -> APIRouter:
 
 
 class _WhileConnected(Response):
-    """Names the file, and closes ``file`` when the client goes away. An empty line is sent every ``keepalive_s``
-    seconds, so that a client whose host has vanished is noticed."""
+    """A response that names the file, and closes ``file`` when the client goes away. An empty line is sent every
+    ``keepalive_s`` seconds, so that a client whose host has vanished is noticed."""
 
     media_type = JSON
 

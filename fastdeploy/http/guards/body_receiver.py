@@ -81,7 +81,8 @@ class LingeringTransport(asyncio.Transport):
 
 
 class BodyReceiver(asyncio.BufferedProtocol):
-    """Receives the body of an upload straight into the memory of its route: the parser would copy each byte four times.
+    """A protocol that receives the body of an upload straight into the memory of its route: the parser would copy each
+    byte four times.
 
     Takes the place of the protocol ``http`` while the body of its request, of ``nbytes`` bytes, is received. The
     route must not read the body in another way. received: called with each number of bytes. complete: called once the

@@ -26,7 +26,7 @@ ESCAPES = [(chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x
 
 
 class GenerationResponse(Response):
-    """Runs ``generation`` and sends its answer. Subclasses have the form of the answer."""
+    """The response that runs ``generation`` and sends its answer. Subclasses have the form of the answer."""
 
     def __init__(self, generation: Generation):
         self.generation = generation

@@ -184,7 +184,8 @@ class Feed:
 
 
 class FeedResponse(Response):
-    """Streams the feed until the page disconnects, does not read for STALL_S seconds, or the server shuts down."""
+    """The response that streams the feed until the page disconnects, does not read for STALL_S seconds, or the server
+    shuts down."""
 
     def __init__(self, feed: Feed):
         self._feed = feed

@@ -23,7 +23,8 @@ OF_REQUESTS = frozenset(
 
 
 class Source(Protocol):
-    """Gives the reply to EventsArgs without "next". num_engines: number of engines that are asked for a reply."""
+    """A source of what a page shows: it gives the reply to EventsArgs without "next". num_engines: number of engines
+    that are asked for a reply."""
 
     @property
     def num_engines(self) -> int: ...

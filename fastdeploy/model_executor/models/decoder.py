@@ -16,7 +16,7 @@ from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as
 
 
 class Rope(NamedTuple):
-    """Tables of the rotary embedding, float32 [max_model_len, head_dim // 2]."""
+    """The tables of the rotary embedding, float32 [max_model_len, head_dim // 2]."""
 
     cos: paddle.Tensor
     sin: paddle.Tensor
@@ -36,7 +36,7 @@ def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
 
 @dataclass(frozen=True)
 class Attention:
-    """Builds attention blocks. qk_norm: q and k have an RMSNorm per head."""
+    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head."""
 
     config: ModelConfig
     rope: Rope
@@ -79,7 +79,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Builds MLP blocks with a SiLU gate."""
+    """The builder of MLP blocks with a SiLU gate."""
 
     config: ModelConfig
     bias: bool = False

@@ -42,7 +42,7 @@ class ModelWeights:
 
 
 class BlockBuilder(Protocol):
-    """Builds one block of every layer."""
+    """The builder of one block of every layer."""
 
     def parameters(self, layer: int) -> list[Parameter]:
         """Return the parameters of the block in this layer, its linears in the order of ``linears`` of the block."""

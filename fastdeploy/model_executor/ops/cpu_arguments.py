@@ -52,7 +52,8 @@ KINDS = ("F32", "BF16", "F16")
 
 
 class Limits(NamedTuple):
-    """Limits of a batch: block ids are below num_blocks, positions below max_len (the length of the rope tables)."""
+    """The limits of a batch: block ids are below num_blocks, positions below max_len (the length of the rope
+    tables)."""
 
     num_blocks: int
     block_size: int

@@ -191,8 +191,9 @@ class Region(NamedTuple):
 
 
 class StageItem(NamedTuple):
-    """Values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of uint8, of
-    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even."""
+    """The values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of
+    uint8, of which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to
+    nearest even."""
 
     region: Region
     dtype: str
@@ -231,7 +232,7 @@ class StageResult(NamedTuple):
 
 
 class Ops(Protocol):
-    """Operators of one place and dtype. Weights and caches of one Ops object are used with that object only."""
+    """The operators of one place and dtype. Weights and caches of one Ops object are used with that object only."""
 
     name: str
     dtype: str

@@ -30,8 +30,8 @@ from fastdeploy.rl.publish import Publication
 
 
 class FastDeployWeightSender:
-    """Publishes the policy's full weights to a server or a fleet. Replaces SkyRL's ``TrainerWeightTransferEngine``
-    with ``SkyrlTrainerCapabilities``, whose ``skyrl_`` attributes the worker reads.
+    """The sender that publishes the policy's full weights to a server or a fleet. Replaces SkyRL's
+    ``TrainerWeightTransferEngine`` with ``SkyrlTrainerCapabilities``, whose ``skyrl_`` attributes the worker reads.
 
     urls: SkyRL's ``external_server_urls``, a list of one address. source: yields (name, full tensor); iterated once per
     sync on every rank, since each item may be a collective. is_sender: True on rank 0. via, chunk_mb, deadline_s: see

@@ -17,8 +17,8 @@ from fastdeploy.rl.sync_client import SyncRolloutClient
 
 
 class FastDeployWeightTransfer:
-    """Publishes the trainer's weights to a server or a fleet, which is sent what changed since the last sync if it
-    serves that one.
+    """The ``weight_transfer`` that publishes the trainer's weights to a server or a fleet, which is sent what changed
+    since the last sync if it serves that one.
 
     label: the version of the n-th sync is label + str(n), from 0 (the weights at the start of training). kv: the KV of
     requests in flight is kept, or recomputed by the new weights, as TRL assumes. paused False: do not pause, and commit

@@ -24,7 +24,8 @@ STRIDES = "FLAGS_use_stride_kernel"
 
 
 class Backward:
-    """Computes gradients. max_tokens: of one micro-batch with its padding, unless a single sample is longer."""
+    """The computation of gradients. max_tokens: of one micro-batch with its padding, unless a single sample is
+    longer."""
 
     def __init__(self, model: Model, decoder: Decoder, max_tokens: int):
         self._model, self._decoder, self._max_tokens = model, decoder, max_tokens

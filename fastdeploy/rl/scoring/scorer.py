@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
 
 
 class Packer:
-    """Makes snapshots. Two sets of packed weights take turns, so that a snapshot allocates nothing."""
+    """The maker of snapshots. Two sets of packed weights take turns, so that a snapshot allocates nothing."""
 
     def __init__(self, model: Model):
         self._model = model
@@ -89,7 +89,7 @@ class Packer:
 
 
 class EngineForward:
-    """Computes log probabilities. max_tokens: of one batch, unless a single sample is longer."""
+    """The computation of log probabilities. max_tokens: of one batch, unless a single sample is longer."""
 
     def __init__(self, model: Model, max_tokens: int):
         self._model, self._max_tokens = model, max_tokens
@@ -203,7 +203,7 @@ def _same_prompt(one: Sample, other: Sample) -> bool:
 
 
 class Scorer:
-    """Scores samples with the weights of a checkpoint folder, which a trainer changes.
+    """The scorer of samples, with the weights of a checkpoint folder, which a trainer changes.
 
     dtype: of the server, "float32" or "bfloat16". max_model_len: the longest sample, in tokens; None = that of the
     model. max_tokens: of one micro-batch of the backward pass, whose memory grows with it.
