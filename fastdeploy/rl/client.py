@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -24,7 +24,7 @@ from fastdeploy.rl.connection import Connection
 from fastdeploy.rl.continuation import RolloutRequest
 from fastdeploy.rl.generate import RolloutGenerator
 from fastdeploy.rl.holds import TTL_S, Hold, Holds, new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import Adapters, Publication, Publisher
+from fastdeploy.rl.publish import Adapters, Publication, Publisher, SessionOptions
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import OnStale, is_fresh_enough
@@ -231,6 +231,7 @@ class RolloutClient:
         compression: Literal["auto", "none", "zstd"] = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 600.0,
+        before_commit: Callable[[], Awaitable[Any]] | None = None,
         **options: Any,
     ) -> Publication:
         """Publish a state dict: first stage all tensors, then commit them. If staging fails, or if a hold of this
@@ -244,19 +245,22 @@ class RolloutClient:
         whole; so it is if the difference is hardly smaller. "never" keeps no copy. A stream is always sent whole.
         via: the way to send tensors; "auto" takes shared memory if the server is on this host, else an upload; "folder"
         needs ``folder``, which the server can read. chunk_mb: size of a part. compression: of differences; "auto" takes
-        zstd unless the server is on this host. options: expected_version, lease_s of /v1/weights/begin.
+        zstd unless the server is on this host. before_commit: is awaited, within ``deadline_s``, when the server has
+        all tensors; if it raises, nothing is committed. options: expected_version, lease_s of /v1/weights/begin.
         Raises WrongWeights if the server serves other weights after the commit.
         """
         sending = SendOptions(self.connection.is_local, via, folder, chunk_mb << 20, compression)
         begin = options | {"kv": kv, "partial": partial} | _label(version)
-        return await self._publisher.publish(state, delta, sending, begin, deadline_s)
+        return await self._publisher.publish(state, delta, sending, SessionOptions(begin, deadline_s, before_commit))
 
     async def update_weights(
         self, model_path: str, version: str | int | None = None, *, deadline_s: float = 600.0, **options: Any
     ) -> Publication:
         """Load a checkpoint folder, which the server can read. version None: the server makes a label from its
         weight_epoch. options: kv, partial, expected_version, lease_s."""
-        return await self._publisher.publish_folder(str(model_path), options | _label(version), deadline_s)
+        return await self._publisher.publish_folder(
+            str(model_path), SessionOptions(options | _label(version), deadline_s)
+        )
 
     async def set_version(self, version: str | int) -> dict[str, Any]:
         """Give the served weights another version label. Nothing else changes."""

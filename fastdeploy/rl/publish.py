@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import BaseMismatch, FastDeployError, InvalidField, WeightUpdateRefused
 from fastdeploy.rl import state_encoding
@@ -53,6 +53,19 @@ class Publication:
     is_delta: bool = False
 
 
+class SessionOptions(NamedTuple):
+    """Options of the weight session of a publication. begin: the body of /v1/weights/begin. deadline_s: limit of the
+    staging. before_commit: see RolloutClient.publish."""
+
+    begin: Mapping[str, Any]
+    deadline_s: float
+    before_commit: Callable[[], Awaitable[Any]] | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        return bool(self.begin.get("partial"))
+
+
 class Publisher:
     """The publisher of weights: it makes one publication at a time, and keeps a snapshot of the last one."""
 
@@ -64,12 +77,12 @@ class Publisher:
         self._snapshot: Snapshot | None = None
         self._lock = asyncio.Lock()
 
-    async def publish_folder(self, path: str, options: Mapping[str, Any], deadline_s: float) -> Publication:
+    async def publish_folder(self, path: str, options: SessionOptions) -> Publication:
         """Publish a checkpoint folder that the server can read. See :meth:`publish`."""
         async with self._lock:
             self._snapshot = None
-            async with self._staging(options, deadline_s) as session:
-                await session.stage(PartCall({"model_path": path}), deadline_s)
+            async with self._staging(options) as session:
+                await session.stage(PartCall({"model_path": path}), options.deadline_s)
             return await self._commit(session)
 
     async def publish(
@@ -77,46 +90,44 @@ class Publisher:
         state: Mapping[str, Any] | NamedTensors,
         delta: str,
         sending: SendOptions,
-        options: Mapping[str, Any],
-        deadline_s: float,
+        options: SessionOptions,
     ) -> Publication:
-        """Publish a state. delta: "auto" or "never". options: the body of /v1/weights/begin. Raises InvalidField for a
-        state that cannot be sent, HoldLost before the commit if a hold of this client has ended, Unreachable if the
-        parts are not staged in ``deadline_s``, and WrongWeights after the commit."""
+        """Publish a state. delta: "auto" or "never". Raises InvalidField for a state that cannot be sent, HoldLost
+        before the commit if a hold of this client has ended, Unreachable if the parts are not staged in time, and
+        WrongWeights after the commit."""
         if delta not in ("auto", "never"):
             raise InvalidField("delta", f"expected auto or never, got {delta!r}")
         async with self._lock:
             if not isinstance(state, Mapping):
-                return await self._publish_pairs(state, sending, options, deadline_s)
+                return await self._publish_pairs(state, sending, options)
             if not state:
                 raise InvalidField("state", "expected at least one tensor")
             tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
             require_served(tensors)
-            if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, _is_partial(options)):
+            if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, options.is_partial):
                 difference = await asyncio.to_thread(self._snapshot.difference, tensors)
-                return await self._publish_difference(tensors, self._snapshot, difference, sending, options, deadline_s)
-            return await self._publish_whole(tensors, delta == "auto", sending, options, deadline_s)
+                return await self._publish_difference(tensors, self._snapshot, difference, sending, options)
+            return await self._publish_whole(tensors, delta == "auto", sending, options)
 
-    async def _publish_pairs(
-        self, pairs: NamedTensors, sending: SendOptions, options: Mapping[str, Any], deadline_s: float
-    ) -> Publication:
+    async def _publish_pairs(self, pairs: NamedTensors, sending: SendOptions, options: SessionOptions) -> Publication:
         if sending.via == "folder":
             raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
         self._snapshot = None
-        async with self._staging(options, deadline_s) as session:
+        async with self._staging(options) as session:
             whole = WholeTensors(session.dtype, {})
-            await session.stage_all(sending.calls(whole.parts(split_pairs(pairs, sending.part_bytes))), deadline_s)
-        return await self._commit(session, lambda served: _is_partial(options) or whole.are_all_of(served))
+            parts = whole.parts(split_pairs(pairs, sending.part_bytes))
+            await session.stage_all(sending.calls(parts), options.deadline_s)
+        return await self._commit(session, lambda served: options.is_partial or whole.are_all_of(served))
 
     async def _publish_whole(
-        self, tensors: Tensors, keeps: bool, sending: SendOptions, options: Mapping[str, Any], deadline_s: float
+        self, tensors: Tensors, keeps: bool, sending: SendOptions, options: SessionOptions
     ) -> Publication:
         """Publish all tensors. keeps: make a snapshot of them while they are sent."""
-        is_partial, self._snapshot = _is_partial(options), None
+        is_partial, self._snapshot = options.is_partial, None
         keeps = keeps and not is_partial
-        async with self._staging(options, deadline_s) as session:
+        async with self._staging(options) as session:
             whole = WholeTensors(session.dtype, {}, keeps)
-            await session.stage_all(sending.calls(whole.parts(split_state(tensors, sending))), deadline_s)
+            await session.stage_all(sending.calls(whole.parts(split_state(tensors, sending))), options.deadline_s)
 
         def settle(served: str) -> bool:
             is_right = is_partial or whole.are_all_of(served)
@@ -132,31 +143,30 @@ class Publisher:
         last: Snapshot,
         difference: Difference,
         sending: SendOptions,
-        options: Mapping[str, Any],
-        deadline_s: float,
+        options: SessionOptions,
     ) -> Publication:
         """Publish the difference from ``last`` if the server serves that, else all tensors."""
         full_nbytes = sum(wire_nbytes(tensor, last.dtype) for tensor in tensors.values())
         is_small = difference.nbytes < MAX_DELTA_SHARE * full_nbytes
         try:
-            async with self._staging(options, deadline_s, last.fingerprint if is_small else None) as session:
+            async with self._staging(options, last.fingerprint if is_small else None) as session:
                 is_known = session.dtype == last.dtype
                 whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
                 parts = whole.parts(split_state(tensors, sending))
                 if session.is_delta:
                     parts = delta_parts(tensors, difference, whole, sending)
-                await session.stage_all(sending.calls(parts), deadline_s)
+                await session.stage_all(sending.calls(parts), options.deadline_s)
 
             def settle(served: str) -> bool:
                 if not is_known:
                     self._snapshot = None  # a server in another dtype never serves it
                 if expected is None:
-                    return _is_partial(options) or whole.are_all_of(served)
+                    return options.is_partial or whole.are_all_of(served)
                 if served == expected:
                     last.advance(tensors, difference)
                 return served == expected
 
-            is_all = session.is_delta or (is_known and not _is_partial(options))
+            is_all = session.is_delta or (is_known and not options.is_partial)
             expected = difference.fingerprint if is_all else None
             sizes = {"full_nbytes": full_nbytes, "changed_values": difference.changed_values}
             return await self._commit(session, settle, expected, **sizes)
@@ -165,22 +175,22 @@ class Publisher:
             raise
 
     @asynccontextmanager
-    async def _staging(
-        self, options: Mapping[str, Any], deadline_s: float, base: str | None = None
-    ) -> AsyncIterator[_WeightSession]:
+    async def _staging(self, options: SessionOptions, base: str | None = None) -> AsyncIterator[_WeightSession]:
         """Open a session, which the block fills with new weights. If that fails, the session is aborted. base:
         fingerprint of the weights for which the block has a delta."""
         session = _WeightSession(self._connection)
         try:
-            async with asyncio.timeout(deadline_s):
-                await session.begin(options, base)
+            async with asyncio.timeout(options.deadline_s):
+                await session.begin(options.begin, base)
                 yield session
+                if options.before_commit is not None:
+                    await options.before_commit()
                 await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
             with suppress(FastDeployError):
                 await run_shielded(session.abort())
             if isinstance(error, TimeoutError):
-                raise Unreachable(f"not staged within {deadline_s} s: nothing was committed") from error
+                raise Unreachable(f"not staged within {options.deadline_s} s: nothing was committed") from error
             raise
 
     async def _commit(
@@ -210,10 +220,6 @@ class Publisher:
         report = await run_shielded(commit())
         sent: dict[str, Any] = {"tensors": session.tensors, "nbytes": session.nbytes, "is_delta": session.is_delta}
         return Publication(number, str(report["version"]), report, **sent, **sizes)
-
-
-def _is_partial(options: Mapping[str, Any]) -> bool:
-    return bool(options.get("partial"))
 
 
 class _WeightSession:

@@ -95,6 +95,25 @@ async def test_if_staging_fails_nothing_is_committed_and_no_session_stays_open(s
         assert server.weight_epoch == 1
 
 
+@pytest.mark.parametrize("delta", [False, True])
+async def test_if_before_commit_raises_nothing_is_committed(delta):
+    async with fake_site() as (server, client):
+        first, second = ({"a": np.full(100, float(k), np.float32)} for k in (1, 2))
+        second["a"][1:] = 1.0
+        if delta:
+            await client.publish(first, "1")
+
+        async def refuse():
+            assert server.paths()[-1] == "/v1/weights/chunk", "all tensors are staged"
+            raise WrongOrder("a test")
+
+        version = server.version
+        with pytest.raises(WrongOrder):
+            await client.publish(second, "2", before_commit=refuse)
+        assert server.session is None and server.version == version
+        assert (await client.publish(second, "2")).version == "2"
+
+
 async def test_a_publication_that_is_cancelled_or_late_aborts_its_session():
     async with fake_site() as (server, client):
         server._v1_weights_chunk = lambda body: task.cancel() or {"tensors": 1, "nbytes": 1}

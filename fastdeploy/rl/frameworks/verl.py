@@ -4,9 +4,11 @@
     actor_rollout_ref.rollout.name: fastdeploy
     actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.frameworks.verl_checkpoint_engine
-    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    one per rollout replica; or
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    if control has its own port
+
+Rollout replica i takes address i % len(urls): one for each, or the gateway of a fleet for all.
 
 The servers' keys are FASTDEPLOY_API_KEY and FASTDEPLOY_CONTROL_KEY of the environment of verl's processes. A server
 that a replica starts gets these keys. Such a server listens on its node's address, so it needs a control key.
@@ -30,7 +32,14 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.connection import repeat
-from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer, peek_first, publish_step
+from fastdeploy.rl.frameworks.verl_server import (
+    CONTROL_S,
+    Limits,
+    VerlServer,
+    address_of,
+    peek_first,
+    publish_step,
+)
 from fastdeploy.rl.state_transfer import NamedTensors
 
 NAME = "fastdeploy"
@@ -38,6 +47,13 @@ NAME = "fastdeploy"
 LOGPROBS_MODES = {None: "raw", "raw_logprobs": "raw", "processed_logprobs": "processed"}
 START_S = 600.0
 KEYS = {"api_key": "FASTDEPLOY_API_KEY", "control_key": "FASTDEPLOY_CONTROL_KEY"}
+# Calls of one actor at once. verl sends all requests of an address to one actor. A call beyond the limit waits. If a
+# pause holds the requests before it, the call that would resume them waits for ever.
+MAX_CONCURRENCY = 100_000
+
+
+def _options(config: Any) -> dict[str, Any]:
+    return dict((config.engine_kwargs or {}).get(NAME, {}))
 
 
 def actor_name(replica_rank: int, suffix: str = "") -> str:
@@ -93,36 +109,35 @@ class FastDeployServer(VerlServer):
 
 
 class FastDeployReplica(RolloutReplica):
-    """One server for all workers of a replica."""
+    """One server for all workers of a replica. Several rollout replicas may share it; see Address."""
 
     async def launch_servers(self) -> None:
-        options = dict((self.config.engine_kwargs or {}).get(NAME, {}))
-        urls, limits = options.get("urls"), self._limits()
+        options = _options(self.config)
+        address = address_of(self.replica_rank, options)
         actor = ray.remote(FastDeployServer).options(
-            name=actor_name(self.replica_rank, self.name_suffix), max_concurrency=self.max_concurrency, num_cpus=0
+            name=actor_name(self.replica_rank, self.name_suffix), max_concurrency=MAX_CONCURRENCY, num_cpus=0
         )
         command = [*options.get("command", ["fastdeploy"]), *options.get("args", [])]
-        control_urls, index = options.get("control_urls"), self.replica_rank
-        url = urls[index % len(urls)] if urls else None
-        control_url = control_urls[index % len(control_urls)] if control_urls else None
         model = str(omega_conf_to_dataclass(self.model_config, HFModelConfig).path)
         keys = {name: os.environ.get(variable, "") for name, variable in KEYS.items()}  # the actor may run elsewhere
-        handle = actor.remote(limits, url, control_url, keys, command, model)
+        at, limits = (address.url, address.control_url), self._limits(address.is_first)
+        handle = actor.remote(limits, *at, keys, command, model)
         self._server_address = (await handle.start.remote()).removeprefix("http://")
         self._server_handle = handle
         self.servers = [handle]
 
-    def _limits(self) -> Limits:
+    def _limits(self, is_first: bool) -> Limits:
         config = self.config
         context = config.max_model_len or config.prompt_length + config.response_length
+        frees = is_first and config.free_cache_engine
         return Limits(
             prompt_length=config.prompt_length,
             response_length=config.response_length,
             max_model_len=context,
             ignore_eos=config.ignore_eos,
             # As in verl's own backends: only a standalone server does not sleep, only a colocated one keeps its KV.
-            sleeps=config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE,
-            frees_kv=config.free_cache_engine and self.rollout_mode is not RolloutMode.COLOCATED,
+            sleeps=frees and self.rollout_mode is not RolloutMode.STANDALONE,
+            frees_kv=frees and self.rollout_mode is not RolloutMode.COLOCATED,
             seed=self.replica_rank + config.seed if config.full_determinism else None,
             logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
         )
@@ -143,6 +158,7 @@ class FastDeployAdapter(rollout_base.BaseRollout):
         size *= self.config.data_parallel_size * self.config.pipeline_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
+        self._publishes = self.is_leader_rank and address_of(self.replica_rank, _options(self.config)).is_first
         self._handle: Any = None
 
     def _server(self) -> Any:
@@ -165,12 +181,12 @@ class FastDeployAdapter(rollout_base.BaseRollout):
         **_: Any,
     ) -> None:
         """Publish full tensors to this replica's server as version ``global_steps``; None keeps the version. Does
-        nothing without a tensor: the checkpoint engine has sent them. Every rank iterates ``weights`` to the end, since
-        each item may be a collective."""
+        nothing without a tensor: the checkpoint engine has sent them. Of replicas that share an address only the first
+        publishes. Every rank iterates ``weights`` to the end, since each item may be a collective."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"expected wire_format 'named_tensors', got {wire_format!r}")
         has_tensors, weights = await peek_first(weights)
-        if not self.is_leader_rank:
+        if not self._publishes:
             async for _pair in weights:
                 pass
         elif has_tensors:

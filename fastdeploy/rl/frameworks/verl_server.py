@@ -12,12 +12,12 @@ import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
 from fastdeploy.core.sampling_params import NO_SEED
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.connection import Connection, repeat
+from fastdeploy.rl.connection import Connection, one_address, repeat
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
 from fastdeploy.rl.holds import Hold, Holds
@@ -60,6 +60,33 @@ class Limits:
         if asked is None:
             asked = min(self.response_length, self.prompt_length + self.response_length - prompt_tokens)
         return max(1, min(asked, left))
+
+
+class Address(NamedTuple):
+    """Where a rollout replica finds its server. url None: it starts one. is_first: no rollout replica of a lower rank
+    has this address, so this one lets the server sleep and wake up, and publishes to it. A second call would be refused
+    while the first one runs."""
+
+    url: str | None
+    control_url: str | None
+    is_first: bool
+
+
+def address_of(replica_rank: int, options: Mapping[str, Any]) -> Address:
+    """Return the address of a rollout replica. options: of engine_kwargs, which may have ``urls`` and ``control_urls``.
+    Rollout replicas share addresses if these are fewer. Raises InvalidField."""
+    for field in ("urls", "control_urls"):
+        if isinstance(options.get(field), str):
+            raise InvalidField(field, f"expected a list of addresses, got {options[field]!r}")
+    urls, control_urls = options.get("urls") or (), options.get("control_urls") or ()
+    if control_urls and len(control_urls) != len(urls):
+        raise InvalidField("control_urls", f"expected one for each of {len(urls)} urls, got {len(control_urls)}")
+    if not urls:
+        return Address(None, None, True)
+    urls = [one_address("urls", url) for url in urls]
+    index = replica_rank % len(urls)
+    is_first = urls.index(urls[index]) == replica_rank
+    return Address(urls[index], control_urls[index] if control_urls else None, is_first)
 
 
 class VerlServer:
@@ -273,8 +300,9 @@ async def publish_step(
     clients: Sequence[RolloutClient], weights: NamedTensors, global_steps: int | None, **options: Any
 ) -> list[Publication]:
     """Publish full tensors to each address as version ``global_steps``; None: as the version that serves there now.
-    weights: pairs of name and tensor, which are read once. options: of RolloutClient.publish. If one address refuses,
-    the others stop before their commit, unless they had all tensors already."""
+    weights: pairs of name and tensor, which are read once. options: of RolloutClient.publish. No address commits before
+    all addresses have all tensors. If one fails earlier, none commits; if a commit fails, others may have committed."""
+    staged = asyncio.Barrier(len(clients))
     queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in clients]
 
     async def read() -> None:
@@ -295,7 +323,7 @@ async def publish_step(
         version: str | int | None = global_steps
         if version is None:
             version = (await client.connection.call("GET", "/v1/weights", CONTROL_S))["version"]
-        return await client.publish(pairs(queue), version, **options)
+        return await client.publish(pairs(queue), version, before_commit=staged.wait, **options)
 
     try:
         async with asyncio.TaskGroup() as group:

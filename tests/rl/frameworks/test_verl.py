@@ -1,6 +1,6 @@
 """verl's own client, server manager, load balancer and checkpoint manager, unmodified, with our replica class and
-checkpoint engine and two real servers, or the gateway of a fleet of two. Needs an environment with verl:
-FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
+checkpoint engine. Two rollout replicas have a real server each, or share the gateway of a fleet. Needs an environment
+with verl: FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
 
 from __future__ import annotations
 
@@ -84,4 +84,9 @@ def test_the_sync_returns_its_timings_to_the_trainer(report):
 
 
 def test_the_server_sleeps_and_wakes_as_verl_asks(report):
-    assert report["asleep"] == [["kv_cache"], []]
+    assert report["asleep"][0] and all(tags == ["kv_cache"] for tags in report["asleep"][0])
+    assert report["asleep"][1] and all(tags == [] for tags in report["asleep"][1])
+
+
+def test_each_address_gets_one_publication_from_the_workers_of_its_rollout_replicas(report):
+    assert report["colocated"] and all(update == ["8", 1] for update in report["colocated"])

@@ -16,8 +16,8 @@ from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, Inval
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
-from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer, peek_first, publish_step
-from rl.fake_server import FakeServer, Fault
+from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer, address_of, peek_first, publish_step
+from rl.fake_server import FakeServer, Fault, fake_site
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "seed": 3, "max_tokens": 8}
@@ -216,6 +216,40 @@ async def test_one_stream_of_weights_goes_to_the_address_of_each_rollout_replica
             with pytest.raises(WeightUpdateRefused):
                 await publish_step([first, second], gathered(), 8, **options)
             assert [(s.version, s.session) for s in (one, other)] == [("7", None)] * 2
+
+
+async def test_no_address_commits_before_all_have_all_tensors(monkeypatch):
+    tensors = {"a": np.ones(2, np.float32)}
+    async with fake_site() as (one, first), fake_site() as (other, second):
+        call = second.connection.call
+
+        async def late_call(method, path, *args, **kwargs):
+            if path == "/v1/weights/chunk":
+                await asyncio.sleep(0.3)  # the first address has the tensors long before
+            return await call(method, path, *args, **kwargs)
+
+        monkeypatch.setattr(second.connection, "call", late_call)
+        other.refuse["/v1/weights/chunk"] = deque([(400, "weight_update_refused")])
+        with pytest.raises(WeightUpdateRefused):
+            await publish_step([first, second], iter(tensors.items()), 8, via="upload")
+        assert "/v1/weights/chunk" in one.paths()
+        assert [(s.version, s.session) for s in (one, other)] == [("0", None)] * 2
+        await publish_step([first, second], iter(tensors.items()), 8, via="upload")
+        assert [(s.version, s.session) for s in (one, other)] == [("8", None)] * 2
+
+
+def test_rollout_replicas_share_addresses_if_there_are_fewer():
+    def addresses(num_replicas, **options):
+        return [tuple(address_of(rank, options)) for rank in range(num_replicas)]
+
+    assert addresses(2) == [(None, None, True)] * 2, "each starts a server"
+    assert addresses(2, urls=["a", "b"], control_urls=["c", "d"]) == [("a", "c", True), ("b", "d", True)]
+    one_each, shared = ("g", None, True), ("g", None, False)
+    assert addresses(3, urls=["g"]) == addresses(3, urls=["g", "g/", "g"]) == [one_each, shared, shared]
+    assert [first for *_, first in addresses(4, urls=["a", "b"])] == [True, True, False, False]
+    for options in ({"urls": "http://a"}, {"urls": ["a", "b"], "control_urls": ["c"]}, {"control_urls": ["c"]}):
+        with pytest.raises(InvalidField, match=list(options)[-1]):
+            address_of(0, options)
 
 
 async def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_is_detected():

@@ -1,7 +1,8 @@
 """verl's own classes, unmodified, with the replicas of fastdeploy.rl.frameworks.verl. Run by test_verl.py in an
 environment that has verl; prints one line of JSON.
 
-usage: verl_child.py MODEL SAFETENSORS URL...      (SAFETENSORS: other weights of the same model)
+usage: verl_child.py MODEL SAFETENSORS URL...      (SAFETENSORS: other weights of the same model. URL: two, or one for
+both rollout replicas)
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 BACKEND = "fastdeploy.rl.frameworks.verl_checkpoint_engine"
 MAX_TOKENS = 1500
+NUM_REPLICAS = 2  # rollout replicas; with one URL they share it
 
 
 class Trainer(Worker):
@@ -57,7 +59,7 @@ def config(model: str, urls: list[str]) -> DictConfig:
     rollout = {
         "name": "fastdeploy",
         "nnodes": 1,
-        "n_gpus_per_node": len(urls),
+        "n_gpus_per_node": NUM_REPLICAS,
         "tensor_model_parallel_size": 1,
         "prompt_length": 64,
         "response_length": 400,
@@ -131,11 +133,13 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     after = await all_of(plain)
     await asyncio.to_thread(sync.update_weights)  # without a step
     unlabelled = await all_of(plain)
-    (first, *_) = manager.get_replicas()
     asleep = []
-    for change in (first.release_kv_cache, first.resume_kv_cache):
-        await change()
-        asleep.append((await get(urls[0], "/v1/weights"))["asleep"])
+    for change in (sync.release_kv_cache_replicas, sync.resume_kv_cache_replicas):
+        await asyncio.to_thread(change)
+        asleep.append([(await get(url, "/v1/weights"))["asleep"] for url in urls])
+    epochs = [(await get(url, "/v1/weights"))["weight_epoch"] for url in urls]
+    await asyncio.gather(*(colocated_update(cfg, rank, weights, 8) for rank in range(NUM_REPLICAS)))
+    served = [await get(url, "/v1/weights") for url in urls]
     return {
         "max_tokens": MAX_TOKENS,
         "alone": [dump(o) for o in alone],
@@ -147,7 +151,17 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
         "unlabelled": [dump(o) for o in unlabelled],
         "metrics": sorted(metrics),
         "asleep": asleep,
+        "colocated": [(w["version"], w["weight_epoch"] - epoch) for w, epoch in zip(served, epochs, strict=True)],
     }
+
+
+async def colocated_update(cfg: DictConfig, replica_rank: int, weights: str, step: int) -> None:
+    """Publish as a worker of a rollout replica does if trainer and rollout share a device (backend "naive")."""
+    from fastdeploy.rl.frameworks.verl import FastDeployAdapter
+
+    rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
+    adapter = FastDeployAdapter(omega_conf_to_dataclass(rollout), model, None, replica_rank=replica_rank)
+    await adapter.update_weights(iter(load_file(weights).items()), global_steps=step)
 
 
 async def post(url: str, **body: Any) -> Any:
