@@ -126,7 +126,7 @@ async def upload_update(
     try:
         part_check = m.CheckUpdateArgs(session_id, form=check.form)
         async with admitted_upload(context, part_check), spooled_upload(request, context) as source:
-            fields = {"checksums": checksums, "verify_checksum": verify_checksum, "form": check.form}
+            fields: dict[str, Any] = {"checksums": checksums, "verify_checksum": verify_checksum, "form": check.form}
             await client.call(m.UpdatePartArgs(session_id, source, **fields))
         return await client.call(m.CommitUpdateArgs(session_id))
     except BaseException:
