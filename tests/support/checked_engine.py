@@ -31,7 +31,7 @@ class CheckedEngine(RuleBasedStateMachine):
 
     @property
     def is_updating(self) -> bool:
-        return self.engine.weights.session is not None or self.engine.weights.staging_busy
+        return self.engine.weights.session is not None or self.engine.weights.thread.busy
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.let_staging_end()
         self.step()
         for _ in range(200):
-            if not self.engine.weights.staging_busy and not self.engine.adapters.busy:
+            if not self.engine.weights.thread.busy and not self.engine.adapters.busy:
                 return
             self.step()
         raise AssertionError("the staging thread does not end")
@@ -370,7 +370,7 @@ class CheckedEngine(RuleBasedStateMachine):
             assert self.pause.is_paused and SYSTEM_HOLDS & set(holds)
         assert not runner.asleep or "sleep" in holds
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
-        if session is not None and not self.engine.weights.staging_busy:
+        if session is not None and not self.engine.weights.thread.busy:
             assert session.state.value in ("open", "prepared"), "a session is being committed without a thread"
 
     # ---------------------------------------------------------------- the end

@@ -49,7 +49,7 @@ class WeightSessions:
     clients: those that are connected. events: gets the states of sessions.
 
     session: the open one, or None. num_failed: sessions that ended without a commit. last_commit_s: seconds of the last
-    commit."""
+    commit. thread: for the jobs on the weights, one at a time."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class WeightSessions:
         self._stage_timeout_s = stage_timeout_s
         self._clients = clients
         self._events = events
-        self._thread = StagingThread(wake, clock)
+        self.thread = StagingThread(wake, clock)
         self._book = SessionBook()
-        self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self._thread, clock, self._end)
+        self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self.thread, clock, self._end)
         self.num_failed = 0
 
     @property
@@ -82,18 +82,8 @@ class WeightSessions:
         return self._book.session
 
     @property
-    def thread(self) -> StagingThread:
-        """The thread of the jobs on the weights, one at a time."""
-        return self._thread
-
-    @property
     def last_commit_s(self) -> float:
         return self._commits.last_commit_s
-
-    @property
-    def staging_busy(self) -> bool:
-        """True while a job of the staging thread runs or waits."""
-        return self._thread.busy
 
     def hold_for_republish(self, locked: str = "") -> None:
         """Hold the whole engine until weights are committed. locked: see Hold."""
@@ -189,7 +179,7 @@ class WeightSessions:
 
     def poll(self) -> None:
         """Handle the results of the staging thread, and end a session whose lease or whose client has ended."""
-        self._thread.poll()
+        self.thread.poll()
         self._drop_lost_clients()
         session = self.session
         if session is not None and session.lease_runs and session.expires_at <= self._clock():
@@ -202,7 +192,7 @@ class WeightSessions:
         """Time at which ``poll`` must be called even if no message comes."""
         session = self.session
         of_lease = session.expires_at if session is not None and session.lease_runs else None
-        return min((due for due in (of_lease, self._thread.next_deadline()) if due is not None), default=None)
+        return min((due for due in (of_lease, self.thread.next_deadline()) if due is not None), default=None)
 
     def swap_prepared(self) -> None:
         """Swap in the weights of a prepared session that was committed. The loop calls this function after each
@@ -228,14 +218,14 @@ class WeightSessions:
         if session is not None and session.state is not SessionState.ENDED:
             session.advance(SessionEvent.END)
             session.answer_commit({}, error)
-        self._thread.close(error)
+        self.thread.close(error)
 
     # ------------------------------------------------------------------ inside
 
     def _check_source(self, args: m.UpdatePartArgs | m.UpdateWeightsArgs) -> None:
         self._policy.check(args.source)
         if args.source.may_hang:
-            self._thread.check_room()
+            self.thread.check_room()
 
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
         """Raise an error if no session can begin with ``args`` now. Returns the session's ``timeout_s``."""
@@ -298,7 +288,7 @@ class WeightSessions:
             )
 
         work = functools.partial(session.add, session.open_staging, args)
-        self._thread.submit(Job(session, work, on_read, session.timeout_s, reads=args.source.may_hang))
+        self.thread.submit(Job(session, work, on_read, session.timeout_s, reads=args.source.may_hang))
 
     def _end(self, session: WeightSession, why: FastDeployError) -> None:
         """End a session without a commit. The old weights stay. A running job of the session is abandoned, because it
@@ -306,7 +296,7 @@ class WeightSessions:
         session.advance(SessionEvent.END)
         self._book.end(why)
         self.num_failed += 1
-        self._thread.give_up(session, why)
+        self.thread.give_up(session, why)
         session.answer_commit(self._scope.weights_label(), why)
         staging, session.staging, session.staged = session.open_staging, None, None
 
@@ -314,4 +304,4 @@ class WeightSessions:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
 
-        self._thread.submit(Job(session, staging.abandon, on_freed, self._stage_timeout_s, reads=False))
+        self.thread.submit(Job(session, staging.abandon, on_freed, self._stage_timeout_s, reads=False))

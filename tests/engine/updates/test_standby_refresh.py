@@ -16,7 +16,7 @@ def with_a_refresh_held_up() -> Harness:
     h.run_rounds()
     h.runner.may_stage.clear()
     h.run_rounds()
-    assert h.reply(call).failure is None and h.engine.weights.staging_busy and h.runner.refreshes == 0
+    assert h.reply(call).failure is None and h.engine.weights.thread.busy and h.runner.refreshes == 0
     return h
 
 
@@ -82,6 +82,6 @@ def test_an_engine_that_stops_does_not_wait_for_a_refresh(caplog):
     h = with_a_refresh_held_up()
     h.engine.stop()
     h.engine.run()
-    assert not h.engine.weights.staging_busy and "standby copy" not in caplog.text
+    assert not h.engine.weights.thread.busy and "standby copy" not in caplog.text
     h.runner.may_stage.set()
     h.join_staging()
