@@ -29,7 +29,7 @@ from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.server_state import ServerState
 from fastdeploy.rl.staleness import OnStale, is_fresh_enough
 from fastdeploy.rl.state_transfer import NamedTensors
-from fastdeploy.rl.uploads import SendOptions, adapter_call
+from fastdeploy.rl.uploads import MemoryVia, SendOptions, Via, adapter_call
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -226,7 +226,7 @@ class RolloutClient:
         partial: bool = False,
         delta: Literal["auto", "never"] = "auto",
         kv: Literal["keep", "recompute"] = "keep",
-        via: Literal["auto", "upload", "shared_memory", "folder"] = "auto",
+        via: Via = "auto",
         folder: str | None = None,
         compression: Literal["auto", "none", "zstd"] = "auto",
         chunk_mb: int = 256,
@@ -276,7 +276,7 @@ class RolloutClient:
         *,
         version: str | int | None = None,
         kv: Literal["keep", "recompute"] = "keep",
-        via: Literal["auto", "upload", "shared_memory"] = "auto",
+        via: MemoryVia = "auto",
         deadline_s: float = 600.0,
     ) -> Publication:
         """Load an adapter under a name, or replace the adapter of that name between two steps.

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from fastdeploy.core.errors import InvalidField
@@ -55,21 +55,26 @@ class PartCall(NamedTuple):
 PartCalls = AsyncGenerator[PartCall, None]
 
 
+# How tensors reach the server; auto: shared memory, if the server is on this host and there is room, else an upload.
+MemoryVia = Literal["auto", "upload", "shared_memory"]
+Via = Literal[MemoryVia, "folder"]
+
+
 @dataclass(frozen=True)
 class SendOptions:
-    """Options of sending tensors. is_local: the server is on this host. via: auto, upload, shared_memory or folder.
+    """Options of sending tensors. is_local: the server is on this host.
     folder: where the folder of each part is made, for via "folder". part_bytes: limit of one part, unless one tensor is
     larger. compression: of deltas, which is auto, none or zstd."""
 
     is_local: bool
-    via: str
+    via: Via
     folder: str | None = None
     part_bytes: int = 0
     compression: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.via not in ("auto", "upload", "shared_memory", "folder"):
-            raise InvalidField("via", f"expected auto, upload, shared_memory or folder, got {self.via!r}")
+        if self.via not in get_args(Via):
+            raise InvalidField("via", f"expected one of {', '.join(get_args(Via))}, got {self.via!r}")
         if self.via == "folder" and self.folder is None:
             raise InvalidField("folder", "expected a folder that the server can read")
         if self.compression not in ("auto", "none", "zstd"):
@@ -120,7 +125,7 @@ async def adapter_call(
     adapter: str | os.PathLike[str] | Mapping[str, Any],
     config: Mapping[str, Any] | None,
     fields: dict[str, Any],
-    via: str,
+    via: MemoryVia,
     is_local: bool,
 ) -> AsyncIterator[PartCall]:
     """Yield the call of a PEFT folder, or of a state dict with the ``config`` of its adapter_config.json. Shared memory
@@ -132,8 +137,8 @@ async def adapter_call(
         return
     if config is None or not adapter:
         raise InvalidField("config", "expected a state dict with at least one tensor, and its adapter_config.json")
-    if via not in ("auto", "upload", "shared_memory"):
-        raise InvalidField("via", f"expected auto, upload or shared_memory, got {via!r}")
+    if via not in get_args(MemoryVia):
+        raise InvalidField("via", f"expected one of {', '.join(get_args(MemoryVia))}, got {via!r}")
     tensors = await asyncio.to_thread(state_encoding.host_tensors, adapter)
     try:
         plain = json.loads(json.dumps(dict(config), default=_sorted_set))

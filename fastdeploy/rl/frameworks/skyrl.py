@@ -27,6 +27,7 @@ from typing import Any, Literal
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.connection import one_address
 from fastdeploy.rl.publish import Publication
+from fastdeploy.rl.uploads import MemoryVia
 
 
 class FastDeployWeightSender:
@@ -50,7 +51,7 @@ class FastDeployWeightSender:
         source: Iterable[tuple[str, Any]],
         *,
         is_sender: bool = True,
-        via: Literal["auto", "upload", "shared_memory"] = "auto",
+        via: MemoryVia = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 1800.0,
     ):

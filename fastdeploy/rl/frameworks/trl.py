@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fastdeploy.rl.holds import note_cleanup_failure
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.sync_client import SyncRolloutClient
+from fastdeploy.rl.uploads import MemoryVia
 
 
 class FastDeployWeightTransfer:
@@ -36,7 +37,7 @@ class FastDeployWeightTransfer:
         kv: Literal["keep", "recompute"] = "recompute",
         paused: bool = True,
         delta: Literal["auto", "never"] = "auto",
-        via: Literal["auto", "upload", "shared_memory"] = "auto",
+        via: MemoryVia = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 1800.0,
         **client: Any,
