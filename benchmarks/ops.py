@@ -101,9 +101,9 @@ def probe_weight(ops: CpuOps) -> CpuLinear:
 def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
     """Return the probes of the roofline that run on this machine, for ``measure``."""
     calls: dict[str, Callable[[], object]] = {}
-    if ops.isa in ("avx512", "amx"):
+    if ops.isa != "avx2":
         calls["read"] = lambda: ops.probe_read(weight)
-    if ops.isa == "amx":
+    if ops.isa in ("avx512_bf16", "amx"):
         calls["peak"] = lambda: ops.probe_peak(PEAK_ROUNDS)
     return calls
 
