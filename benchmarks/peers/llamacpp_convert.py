@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-KINDS = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -72,13 +72,14 @@ def add_tokens(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 def add_tensors(writer: Any, path: Path) -> None:
     data = np.memmap(path, np.uint8, "r")
-    start = 8 + int(data[:8].view("<u8")[0])
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         first, last = entry["data_offsets"]
-        values = data[start + first : start + last].view(KINDS[entry["dtype"]]).reshape(entry["shape"])
+        stored: np.ndarray = data[start + first : start + last]
+        values = stored.view(KINDS[entry["dtype"]]).reshape(entry["shape"])
         if values.dtype == np.float32:
             writer.add_tensor(gguf_name(name), values)
         elif values.ndim == 1:
