@@ -93,7 +93,7 @@ class Sequences:
 
 
 # float32: only the order of summation and exp differ. bfloat16 on vectors: the same on equally rounded keys and values.
-# Where bfloat16 is multiplied, queries and probabilities are rounded to it too: 2^-9 relative on each, values of order 1.
+# Where bfloat16 is multiplied, queries and probabilities are rounded to it: 2^-9 relative on each, values of order 1.
 def tolerance(isa: str, dtype: str) -> float:
     if dtype == "float32":
         return 2e-5
