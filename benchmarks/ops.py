@@ -3,8 +3,8 @@
 
     python -m benchmarks.ops [--rows 1,8,32,256] [--repeats 7]
 
-Roofline: the read bandwidth of all threads, by a plain vector reader (with AVX-512), and the peak of AMX tiles, in
-registers (with AMX).
+Roofline: the read bandwidth of all threads, by a plain vector reader (with AVX-512), and the peak of the multiplication
+of bfloat16, in registers: AMX tiles, else VDPBF16PS (with AMX or AVX512_BF16).
 Ops: every linear of a step for several numbers of rows, on the weights of all layers, so that no weight stays in a
 cache; attention and sampling. Repeats of ops and roofline alternate. Medians, with the best time in brackets: a large
 difference between the two shows that other processes disturbed the measurement.
@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
-from benchmarks.lib.roofline import Machine
+from benchmarks.lib.roofline import Machine, Shape
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache, SampleBatch
 
-HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
-MAX_LEN, BLOCK = 16384, 16
+Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
+BLOCK = 16
 PEAK_ROUNDS = 2000
 PROBE_ROWS = 1 << 20  # x 1024 bfloat16 = 2 GiB: several times any last-level cache
 
@@ -58,17 +58,17 @@ def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, T
 
 
 class Model:
-    """The linears of q05 with random weights."""
+    """The linears of a model with random weights."""
 
-    def __init__(self, ops: CpuOps):
+    def __init__(self, ops: CpuOps, shape: Shape):
         self.ops = ops
-        rng = np.random.default_rng(1)
-        self.qkv = [
-            self._pack(rng, [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], HIDDEN) for _ in range(LAYERS)
-        ]
-        self.o = [self._pack(rng, [HIDDEN], HEADS * HEAD_DIM) for _ in range(LAYERS)]
-        self.mlp = [(self._pack(rng, [INNER, INNER], HIDDEN), self._pack(rng, [HIDDEN], INNER)) for _ in range(LAYERS)]
-        self.head = [self._pack(rng, [VOCAB], HIDDEN)]
+        self.shape, layers = shape, range(shape.layers)
+        rng, hidden, inner = np.random.default_rng(1), shape.hidden, shape.inner
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.qkv = [self._pack(rng, [q, kv, kv], hidden) for _ in layers]
+        self.o = [self._pack(rng, [hidden], q) for _ in layers]
+        self.mlp = [(self._pack(rng, [inner, inner], hidden), self._pack(rng, [hidden], inner)) for _ in layers]
+        self.head = [self._pack(rng, [shape.vocab], hidden)]
         self.probe = probe_weight(ops)
 
     def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> CpuLinear:
@@ -77,7 +77,7 @@ class Model:
 
     def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[CpuLinear]]]:
         """Return (one pass over all layers, the weights that it reads) by name."""
-        ops, x = self.ops, paddle.rand([rows, HIDDEN])
+        ops, x = self.ops, paddle.rand([rows, self.shape.hidden])
 
         def each(weights: list[CpuLinear]) -> tuple[Callable[[], object], list[CpuLinear]]:
             return (lambda: [ops.linear(x, w) for w in weights]), weights
@@ -88,7 +88,7 @@ class Model:
         )
         calls = {"qkv": each(self.qkv), "o": each(self.o), "mlp": mlp}
         if rows <= 64:  # the head computes only the last row of a prefill chunk
-            norm = paddle.ones([HIDDEN])
+            norm = paddle.ones([self.shape.hidden])
             calls["head"] = (lambda: ops.logits(x, norm, 1e-6, self.head[0])), self.head
         return calls
 
@@ -101,9 +101,9 @@ def probe_weight(ops: CpuOps) -> CpuLinear:
 def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
     """Return the probes of the roofline that run on this machine, for ``measure``."""
     calls: dict[str, Callable[[], object]] = {}
-    if ops.isa in ("avx512", "amx"):
+    if ops.isa != "avx2":
         calls["read"] = lambda: ops.probe_read(weight)
-    if ops.isa == "amx":
+    if ops.isa in ("avx512_bf16", "amx"):
         calls["peak"] = lambda: ops.probe_peak(PEAK_ROUNDS)
     return calls
 
@@ -142,16 +142,17 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
     return text
 
 
-def attention_call(ops: CpuOps, contexts: list[int], tokens: int, shared: int = 0) -> Callable[[], object]:
+def attention_call(
+    ops: CpuOps, shape: Shape, contexts: list[int], tokens: int, shared: int = 0, cache: KVCache | None = None
+) -> Callable[[], object]:
     """Make a call of attention over all layers: ``tokens`` new tokens per sequence, after ``contexts`` cached ones.
-    Each group of 8 sequences shares the blocks of its first ``shared`` tokens."""
+    Each group of 8 sequences shares the blocks of its first ``shared`` tokens. cache: blocks of BLOCK tokens, enough
+    for all sequences; None: a new one."""
     sequences, blocks = len(contexts), [-(-(context + tokens) // BLOCK) for context in contexts]
-    cache = ops.new_kv_cache(LAYERS, sum(blocks), BLOCK, KV_HEADS, HEAD_DIM)
-    cos, sin = paddle.rand([MAX_LEN, HEAD_DIM // 2]), paddle.rand([MAX_LEN, HEAD_DIM // 2])
-    specs = [
-        AttentionSpec(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cos, sin, None, None, 1e-6)
-        for layer in range(LAYERS)
-    ]
+    if cache is None:
+        cache = ops.new_kv_cache(shape.layers, sum(blocks), BLOCK, shape.kv_heads, shape.head_dim)
+        fill_cache(ops, cache, shape)
+    specs = attention_specs(shape, max(contexts) + tokens)
     firsts = np.cumsum([0, *blocks[:-1]], dtype=np.int32)
     tables = np.minimum(firsts[:, None] + np.arange(max(blocks), dtype=np.int32), sum(blocks) - 1)
     leaders = np.arange(sequences) // 8 * 8
@@ -163,12 +164,32 @@ def attention_call(ops: CpuOps, contexts: list[int], tokens: int, shared: int = 
         tables,
         (starts[:, None] + np.arange(tokens, dtype=np.int32)).reshape(-1),
     )
-    qkv = paddle.rand([sequences * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM])
+    qkv = paddle.rand([sequences * tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim])
     return lambda: [ops.attention(qkv, cache, batch, spec) for spec in specs]
 
 
+def attention_specs(shape: Shape, positions: int) -> list[AttentionSpec]:
+    """Return the attention of each layer, with random tables of rotary embedding for ``positions``."""
+    dim = shape.head_dim
+    cos, sin = paddle.rand([positions, dim // 2]), paddle.rand([positions, dim // 2])
+    return [
+        AttentionSpec(layer, shape.heads, shape.kv_heads, dim, dim**-0.5, cos, sin, None, None, 1e-6)
+        for layer in range(shape.layers)
+    ]
+
+
+def fill_cache(ops: CpuOps, cache: KVCache, shape: Shape) -> None:
+    """Write every block: all blocks that were never written are one page of zeros, which stays in the CPU's cache."""
+    tokens = np.arange(BLOCK, dtype=np.int32)
+    batch = AttentionBatch(np.array([0, BLOCK], np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32), tokens)
+    qkv = paddle.rand([BLOCK, (shape.heads + 2 * shape.kv_heads) * shape.head_dim])
+    for spec in attention_specs(shape, BLOCK):
+        ops.attention(qkv, cache, batch, spec)
+    ops.copy_blocks(cache, [0] * (cache.num_blocks - 1), list(range(1, cache.num_blocks)))
+
+
 def sample_call(ops: CpuOps, rows: int, temperature: float, top_k: int, top_p: float) -> Callable[[], object]:
-    logits = paddle.randn([rows, VOCAB]) * 3
+    logits = paddle.randn([rows, Q05.vocab]) * 3
     batch = SampleBatch(
         np.full(rows, temperature, np.float32),
         np.full(rows, top_k, np.int32),
@@ -182,16 +203,16 @@ def sample_call(ops: CpuOps, rows: int, temperature: float, top_k: int, top_p: f
 def report_others(ops: CpuOps, repeats: int) -> None:
     tiny = ops.pack_linear([np.ones((32, 32), np.float32)])
     small = paddle.rand([1, 32])
-    logits = paddle.randn([8, VOCAB])
+    logits = paddle.randn([8, Q05.vocab])
     calls = {
-        "attention, 1 stream at 512, all layers": attention_call(ops, [512], 1),
-        "attention, 8 streams at 512, all layers": attention_call(ops, [512] * 8, 1),
-        "attention, 32 streams at 1024, all layers": attention_call(ops, [1024] * 32, 1),
-        "attention, 32 streams at 544, all layers": attention_call(ops, [544] * 32, 1),
-        "attention, 32 streams at 544, 8 share 512, all layers": attention_call(ops, [544] * 32, 1, shared=512),
-        "attention, 1 stream at 8192 beside 7 at 64, all layers": attention_call(ops, [8192, *[64] * 7], 1),
-        "attention, 512 tokens of prefill, all layers": attention_call(ops, [0], 512),
-        "attention, 256 tokens behind 768, all layers": attention_call(ops, [768], 256),
+        "attention, 1 stream at 512, all layers": attention_call(ops, Q05, [512], 1),
+        "attention, 8 streams at 512, all layers": attention_call(ops, Q05, [512] * 8, 1),
+        "attention, 32 streams at 1024, all layers": attention_call(ops, Q05, [1024] * 32, 1),
+        "attention, 32 streams at 544, all layers": attention_call(ops, Q05, [544] * 32, 1),
+        "attention, 32 streams at 544, 8 share 512, all layers": attention_call(ops, Q05, [544] * 32, 1, shared=512),
+        "attention, 1 stream at 8192 beside 7 at 64, all layers": attention_call(ops, Q05, [8192, *[64] * 7], 1),
+        "attention, 512 tokens of prefill, all layers": attention_call(ops, Q05, [0], 512),
+        "attention, 256 tokens behind 768, all layers": attention_call(ops, Q05, [768], 256),
         "linear of 1 row, 32 x 32: cost of a call, x 100": lambda: [ops.linear(small, tiny) for _ in range(100)],
         "sample 8 rows, greedy": sample_call(ops, 8, 0.0, 0, 1.0),
         "sample 8 rows, temperature 1": sample_call(ops, 8, 1.0, 0, 1.0),
@@ -217,7 +238,7 @@ def main() -> None:
         print(json.dumps(None if found is None else found._asdict()))
         return
     print(f"{ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
-    model = Model(ops)
+    model = Model(ops, Q05)
     for rows in options.rows.split(","):
         report_linears(model, int(rows), options.repeats)
     report_others(ops, options.repeats)

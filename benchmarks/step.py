@@ -3,11 +3,13 @@
 
     python -m benchmarks.step [--model ~/.cache/fastdeploy-peers/q05] [--running 1,8,32] [--context 64] [--chunk 512]
     python -m benchmarks.step --running 32 --adapters 1,8,32 [--rank 16]
+    python -m benchmarks.step --running 8 --context 32700          # long contexts: 3.2 GB of KV
 
 A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step is
-compared with the time to read its bytes (weights, and distinct adapters) at the machine's read bandwidth. With AMX, a
-prefill step is compared with the time of its operations at the tile peak (formulas in ``lib/roofline.py``). Probe and
-steps alternate, so that a slow minute of the machine affects all. Medians, with the best time in brackets.
+compared with the time to read its bytes (weights, distinct adapters, and KV) at the machine's read bandwidth; so is its
+attention alone (KV). With AMX or AVX512_BF16, a prefill step is compared with the time of its operations at the peak of
+these instructions (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine
+affects all. Medians, with the best time in brackets. At short contexts, attention is the cost of its calls.
 
 ``--adapters`` adds decode steps of the most sequences with random adapters on all linears (make_adapters.py).
 """
@@ -25,7 +27,16 @@ import msgspec
 
 from benchmarks.lib.roofline import Machine, Shape
 from benchmarks.make_adapters import adapter_bytes, write_adapter
-from benchmarks.ops import Timing, measure, probe_weight, read_roofline, roofline_calls
+from benchmarks.ops import (
+    BLOCK,
+    Timing,
+    attention_call,
+    fill_cache,
+    measure,
+    probe_weight,
+    read_roofline,
+    roofline_calls,
+)
 from fastdeploy.core.plan import NewSequence, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
@@ -33,7 +44,6 @@ from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.worker.model_runner import ModelRunner
 
 MODEL = Path.home() / ".cache" / "fastdeploy-peers" / "q05"
-BLOCK = 16
 
 
 class Step(NamedTuple):
@@ -71,7 +81,8 @@ def make_steps(options: argparse.Namespace, shape: Shape, blocks: int) -> dict[s
         """Rows of one adapter are neighbours. Adapters have the numbers from 1 on."""
         numbers = [1 + row * adapters // running if adapters else 0 for row in range(running)]
         chunks = [chunk(row, options.context, 1, blocks, True, number) for row, number in enumerate(numbers)]
-        return Step(StepPlan(0, chunks, []), shape.step_bytes + adapters * adapter_bytes(shape, options.rank))
+        kv = shape.kv_bytes(running * options.context)
+        return Step(StepPlan(0, chunks, []), shape.step_bytes + kv + adapters * adapter_bytes(shape, options.rank))
 
     most = max(options.running)
     steps = {f"decode {running}": decode(running, 0) for running in options.running}
@@ -129,6 +140,8 @@ def main() -> None:
     )
     shape, ops = Shape.of(options.model), runner.ops
     assert isinstance(ops, CpuOps), "it measures the C++ ops: build them (python custom_ops/build.py)"
+    assert runner.cache is not None
+    fill_cache(ops, runner.cache, shape)
     probe = probe_weight(ops)
     load_adapters(runner, shape, max(options.adapters, default=0), options.rank)
     steps = make_steps(options, shape, blocks)
@@ -136,17 +149,24 @@ def main() -> None:
         runner.execute(step.plan)
     again = {name: step.repeated() for name, step in steps.items()}
     calls = {name: lambda plan=plan: runner.execute(plan) for name, plan in again.items()}
-    timings = measure({**roofline_calls(ops, probe), **calls}, options.repeats)
+    attention = {
+        f"attention {running}": attention_call(ops, shape, [options.context] * running, 1, cache=runner.cache)
+        for running in options.running
+    }
+    timings = measure({**roofline_calls(ops, probe), **calls, **attention}, options.repeats)
     machine = read_roofline(ops, probe, timings)
     print(f"{options.model}, {ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     report: dict = {"step_bytes": shape.step_bytes, "machine": None if machine is None else machine._asdict()}
     if machine is not None:
         rates = f"reader {machine.read / 1e9:.1f} GB/s"
         if machine.peak is not None:
-            rates += f", tiles {machine.peak / 1e12:.2f} TFLOP/s"
-        print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB; {rates}")
+            rates += f", peak {machine.peak / 1e12:.2f} TFLOP/s"
+        kv = shape.kv_bytes(options.context)
+        print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB, and {kv / 1e9:.3f} GB for each sequence; {rates}")
     least = {name: machine and step.least_seconds(machine) for name, step in steps.items()}
-    report["steps"] = {name: describe(name, timings[name], least[name]) for name in steps}
+    for name, running in zip(attention, options.running, strict=True):
+        least[name] = machine and shape.kv_bytes(running * options.context) / machine.read
+    report["steps"] = {name: describe(name, timings[name], least[name]) for name in least}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2))
 

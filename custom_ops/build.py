@@ -31,7 +31,8 @@ COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility-inlin
 COMMON += ["-Wall", "-Wextra", "-pthread"]
 AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
 AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AMX = ["-DFD_ISA=amx", *AVX512[1:], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+AVX512_BF16 = ["-DFD_ISA=avx512_bf16", *AVX512[1:], "-mavx512bf16"]
+AMX = ["-DFD_ISA=amx", *AVX512_BF16[1:], "-mamx-tile", "-mamx-bf16"]
 
 
 class Unit(NamedTuple):
@@ -46,12 +47,15 @@ class Unit(NamedTuple):
 
 
 # Files with kernels, once for each instruction set. All others are compiled once.
-VECTOR = ("linear/linear.cc", "attention/attention.cc", "layer.cc", "weights/rows.cc", "sampling.cc")
+ATTENTION = ("attention/attention.cc", "attention/prepare.cc")
+VECTOR = ("linear/linear.cc", *ATTENTION, "layer.cc", "weights/rows.cc", "sampling.cc")
 TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", "layer.cc", "runtime/roofline_probes.cc")
+PAIRED = ("linear/linear_bf16.cc", "attention/attention.cc", "layer.cc", "runtime/probe_bf16.cc")
 FILES = sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cc"))
 UNITS = (
-    [Unit(name, []) for name in FILES if name not in (*VECTOR, *TILED)]
+    [Unit(name, []) for name in FILES if name not in (*VECTOR, *PAIRED, *TILED)]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
+    + [Unit(name, AVX512_BF16) for name in PAIRED]
     + [Unit(name, AMX) for name in TILED]
 )
 

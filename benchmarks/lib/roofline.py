@@ -20,8 +20,8 @@ BYTES = 2  # of a bfloat16
 
 
 class Machine(NamedTuple):
-    """read: bytes per second that all threads read together. peak: bfloat16 operations per second of all threads in AMX
-    tiles; None without AMX."""
+    """read: bytes per second that all threads read together. peak: bfloat16 operations per second of all threads, in
+    AMX tiles or else by VDPBF16PS; None without either."""
 
     read: float
     peak: float | None
@@ -64,6 +64,10 @@ class Shape:
     def step_bytes(self) -> int:
         """Bytes that a decode step reads: the linears of all layers and the output head, in bfloat16."""
         return BYTES * (self.layer_parameters + self.vocab * self.hidden)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the bytes of the keys and values of ``tokens`` in all layers, in bfloat16."""
+        return BYTES * 2 * self.layers * self.kv_heads * self.head_dim * tokens
 
     def prefill_operations(self, tokens: int) -> int:
         """Return the operations of one prompt of ``tokens``: 2 per weight of the layers and token; for q.k and p.v of

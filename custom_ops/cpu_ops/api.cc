@@ -8,6 +8,7 @@
 #include <iterator>
 #include <new>
 
+#include "attention/tasks.h"
 #include "kernels.h"
 #include "runtime/cpu_features.h"
 #include "runtime/memory.h"
@@ -34,18 +35,17 @@ int guarded(Body&& body) {
 }
 
 bool wide() { return current_isa() >= Isa::kAvx512; }
-bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
 
 }  // namespace
 
 #define FD_VECTOR(kernel, ...) guarded([&] { wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); })
-#define FD_MATRIX(bf16, kernel, ...)                                    \
-  guarded([&] {                                                         \
-    if (tiled(bf16)) {                                                  \
-      amx::kernel(__VA_ARGS__);                                         \
-    } else {                                                            \
-      wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); \
-    }                                                                   \
+#define FD_MATRIX(bf16, kernel, ...)                                                            \
+  guarded([&] {                                                                                 \
+    if ((bf16) && current_isa() >= Isa::kAvx512Bf16) {                                          \
+      current_isa() == Isa::kAmx ? amx::kernel(__VA_ARGS__) : avx512_bf16::kernel(__VA_ARGS__); \
+    } else {                                                                                    \
+      wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__);                         \
+    }                                                                                           \
   })
 
 extern "C" {
@@ -181,7 +181,7 @@ int fd_attention(const Batch* b, const AttentionSpec* s, const Cache* c, const f
 
 // The number of tasks that fd_attention makes of a batch.
 int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, int64_t* count) {
-  return FD_MATRIX(c->bf16, count_tasks, {*b, *s, c, nullptr, nullptr}, count);
+  return guarded([&] { *count = make_tasks({*b, *s, c, nullptr, nullptr}).count; });
 }
 
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
@@ -194,9 +194,11 @@ int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t*
   return FD_VECTOR(logprobs, logits, rows, vocab, ids, top, chosen, top_values, top_ids);
 }
 
-// The read probe needs avx512 or amx, the others amx.
+// The read probe needs avx512, the probe of the peak avx512_bf16, the others amx.
 double fd_probe_read(const Weight* w) { return amx::probe_read(w->data, w->bytes); }
-int64_t fd_probe_peak(int64_t rounds) { return amx::probe_peak(rounds); }
+int64_t fd_probe_peak(int64_t rounds) {
+  return current_isa() == Isa::kAmx ? amx::probe_peak(rounds) : avx512_bf16::probe_peak(rounds);
+}
 void fd_probe_exp2(const float* x, int64_t n, float* out) { amx::probe_exp2(x, n, out); }
 void fd_probe_silu(const float* x, int64_t n, float* out) { amx::probe_silu(x, n, out); }
 

@@ -143,11 +143,11 @@ struct StepState {
               float* out);                                                                                     \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
   void attention(const AttentionArgs& a);                                                                      \
-  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)
-FD_DECLARE_KERNELS(amx)  // bfloat16 only
+FD_DECLARE_KERNELS(avx512_bf16)  // bfloat16 only
+FD_DECLARE_KERNELS(amx)          // bfloat16 only
 #undef FD_DECLARE_KERNELS
 
 #define FD_DECLARE_VECTOR_KERNELS(isa)                                                                            \
@@ -163,9 +163,14 @@ FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)
 #undef FD_DECLARE_VECTOR_KERNELS
 
+// Multiplies bfloat16 in registers; returns the operations.
+namespace avx512_bf16 {
+int64_t probe_peak(int64_t rounds);
+}
+
 namespace amx {
-double probe_read(const void* data, int64_t bytes);      // reads all bytes on all threads
-int64_t probe_peak(int64_t rounds);                      // multiplies tiles in registers; returns the operations
+double probe_read(const void* data, int64_t bytes);  // reads all bytes on all threads
+int64_t probe_peak(int64_t rounds);
 void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx

@@ -42,15 +42,24 @@ def test_the_step_benchmark_reports_every_step_and_its_share_of_the_roofline(mon
     monkeypatch.setattr(sys, "argv", ["step", "--model", str(MODEL_DIR), *arguments, "--json", str(told)])
     step.main()
     report, shape = json.loads(told.read_text()), Shape.of(MODEL_DIR)
-    assert list(report["steps"]) == ["decode 1", "decode 3", "decode 3, adapters 2", "prefill 40"]
+    assert list(report["steps"]) == [
+        "decode 1",
+        "decode 3",
+        "decode 3, adapters 2",
+        "prefill 40",
+        "attention 1",
+        "attention 3",
+    ]
     assert all(found["ms"] >= found["best_ms"] > 0 for found in report["steps"].values())
-    bounds: dict[str, float | None] = dict.fromkeys(list(report["steps"])[1:])
+    bounds: dict[str, float | None] = dict.fromkeys(list(report["steps"])[1:4])
     if report["machine"] is not None:  # with AVX-512
         machine = Machine(**report["machine"])
-        bounds["decode 3"] = shape.step_bytes / machine.read
+        kv = shape.kv_bytes(3 * 20)
+        bounds["attention 3"] = kv / machine.read
+        bounds["decode 3"] = (shape.step_bytes + kv) / machine.read
         adapters = 2 * adapter_bytes(shape, 4)
-        bounds["decode 3, adapters 2"] = (shape.step_bytes + adapters) / machine.read
-        if machine.peak is not None:  # with AMX
+        bounds["decode 3, adapters 2"] = (shape.step_bytes + kv + adapters) / machine.read
+        if machine.peak is not None:  # with AMX or AVX512_BF16
             bounds["prefill 40"] = shape.prefill_operations(40) / machine.peak
     for name, least in bounds.items():
         found = report["steps"][name]

@@ -34,6 +34,7 @@ Isa initial_isa() {
   Isa cap = best;
   if (std::strcmp(wanted, "avx2") == 0) cap = Isa::kAvx2;
   if (std::strcmp(wanted, "avx512") == 0) cap = Isa::kAvx512;
+  if (std::strcmp(wanted, "avx512_bf16") == 0) cap = Isa::kAvx512Bf16;
   return std::min(best, cap);
 }
 
@@ -60,7 +61,8 @@ Isa detect_isa() {
     unsigned a1 = 0;
     __get_cpuid_count(7, 1, &a1, &b, &c, &d);
     const bool avx512_bf16 = a1 & (1u << 5);
-    return amx && avx512_bf16 && request_amx_permission() ? Isa::kAmx : Isa::kAvx512;
+    if (!avx512_bf16) return Isa::kAvx512;
+    return amx && request_amx_permission() ? Isa::kAmx : Isa::kAvx512Bf16;
   }();
   return found;
 }

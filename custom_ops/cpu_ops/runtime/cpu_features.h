@@ -4,12 +4,12 @@
 namespace fd {
 
 // Ordered: each level includes the ones below. kNone: not even AVX2 + FMA, the library cannot be used.
-enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // The best level that both the CPU and the operating system allow. Asks Linux for the AMX tile state.
 Isa detect_isa();
 
-// The level in use: detect_isa(), limited by FASTDEPLOY_CPU_ISA=avx2|avx512|amx or by set_isa.
+// The level in use: detect_isa(), limited by FASTDEPLOY_CPU_ISA=avx2|avx512|avx512_bf16|amx or by set_isa.
 Isa current_isa();
 
 // Limits the level (tests). Returns the level in use. All memory layouts are the same at every level.

@@ -96,7 +96,7 @@ class CpuOps:
 
     @property
     def isa(self) -> str:
-        """The instruction set in force: avx2, avx512 or amx."""
+        """The instruction set in force: avx2, avx512, avx512_bf16 or amx."""
         return ISA_NAMES[self._lib.fd_isa()]
 
     def set_isa(self, name: str) -> None:
@@ -119,12 +119,13 @@ class CpuOps:
 
     def probe_read(self, weight: PackedLinear) -> None:
         """Read the whole weight once, on all threads, at the speed of a plain reader. Needs AVX-512."""
-        assert self.isa in ("avx512", "amx")
+        assert self.isa != "avx2"
         self._lib.fd_probe_read(handle_of(weight))
 
     def probe_peak(self, rounds: int) -> int:
-        """Multiply AMX tiles in registers, on all threads. Returns the number of floating-point operations."""
-        assert self.isa == "amx"
+        """Multiply bfloat16 in registers (AMX tiles, or VDPBF16PS), on all threads. Returns the number of
+        floating-point operations."""
+        assert self.isa in ("avx512_bf16", "amx")
         operations: int = self._lib.fd_probe_peak(rounds)
         return operations
 

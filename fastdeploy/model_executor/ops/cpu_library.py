@@ -2,7 +2,8 @@
 staging.h), and the objects in its memory, which is freed together with them.
 
 Environment: FASTDEPLOY_CPU_THREADS is the number of threads (default: the cores that the process may use).
-FASTDEPLOY_CPU_ISA is the highest instruction set to use: avx2, avx512 or amx (default: the best of the machine).
+FASTDEPLOY_CPU_ISA is the highest instruction set to use: avx2, avx512, avx512_bf16 or amx (default: the best of the
+machine).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fastdeploy.model_executor.ops.interface import (
 )
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
-ISA_NAMES = ("none", "avx2", "avx512", "amx")
+ISA_NAMES = ("none", "avx2", "avx512", "avx512_bf16", "amx")
 MAX_HEAD_DIM = 512
 
 SIGNATURES = {
