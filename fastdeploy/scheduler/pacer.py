@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fastdeploy.core.plan import ScheduledChunk
 from fastdeploy.core.request import Request
@@ -35,21 +35,21 @@ class StepPacer:
 
     def __init__(self, max_tokens: int, max_step_s: float | None = None):
         self.cost = StepCost()
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_step_s = max_step_s
         self._budget: PromptBudget | None = None  # of the last step
         self._steps_with_prompts = 0  # since a step without
 
     def warm_up(self, runner: Runner, max_num_seqs: int) -> None:
         """See ``warm_up``."""
-        warm_up(runner, self.cost, max_num_seqs, self._max_tokens)
+        warm_up(runner, self.cost, max_num_seqs, self.max_tokens)
 
-    def budget(self, decodes: dict[Request, ScheduledChunk]) -> PromptBudget:
-        """Return the room for prompts in a step that computes ``decodes``, the chunks of the running requests."""
+    def budget(self, decodes: Sequence[Request]) -> PromptBudget:
+        """Return the room for prompts in a step that computes one token of each of ``decodes``."""
         taken = self._budget is not None and self._budget.taken
         self._steps_with_prompts = self._steps_with_prompts + 1 if taken else 0
         probe = self._steps_with_prompts >= PROBE_STEPS
-        self._budget = PromptBudget(self.cost, decodes, self._max_tokens, self._max_step_s, probe)
+        self._budget = PromptBudget(self.cost, decodes, self.max_tokens, self._max_step_s, probe)
         return self._budget
 
     def observe(self, chunks: Iterable[ScheduledChunk], elapsed_s: float) -> None:
@@ -67,7 +67,7 @@ class PromptBudget:
     def __init__(
         self,
         cost: StepCost,
-        decodes: dict[Request, ScheduledChunk],
+        decodes: Sequence[Request],
         max_tokens: int,
         max_step_s: float | None,
         probe: bool,
@@ -102,7 +102,8 @@ class PromptBudget:
     def _limit_s(self, request: Request) -> float:
         """Return the seconds that the step may take with tokens of ``request``."""
         if self._stretched_s is None:
-            self._rows, self._sampled, self._keys = step_work(self._decodes.values())
+            self._rows = self._sampled = len(self._decodes)
+            self._keys = float(sum([r.num_tokens for r in self._decodes]))
             settled = [max(r.first_token_at, r.arrival + BURST_S) for r in self._decodes if r.first_token_at]
             self._settled_at = min(settled, default=math.inf)
             self._stretched_s = STRETCH * self._cost.cost(max(self._rows, 1), self._sampled, self._keys)

@@ -113,7 +113,7 @@ def step_work(chunks: Iterable[ScheduledChunk]) -> tuple[int, int, float]:
     rows, sampled, keys = 0, 0, 0.0
     for chunk in chunks:
         rows += chunk.count
-        sampled += chunk.sample
+        sampled += 1 + chunk.drafted if chunk.sample else 0
         keys += chunk_keys(chunk.start, chunk.count)
     return rows, sampled, keys
 

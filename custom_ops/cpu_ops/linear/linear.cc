@@ -5,7 +5,6 @@
 // of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "linear/linear.h"
 #include "runtime/thread_pool.h"
@@ -77,15 +76,6 @@ void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64
     const float* data = static_cast<const float*>(w.data);
     multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc, beside);
   }
-}
-
-// Calls body(rows) with the number of rows, 1 to Most, as a constant.
-template <int Most, typename Body>
-inline void with_rows(int64_t rows, const Body& body) {
-  if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, body);
-  }
-  body(std::integral_constant<int, Most>());
 }
 
 // t [Rows, stride] = x @ A.T * scaling for a tile of ranks. Each element is two chains, of the even and the odd k.

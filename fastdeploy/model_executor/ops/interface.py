@@ -2,7 +2,8 @@
 
 All activations are contiguous float32 Paddle tensors on the place of the ops. ``dtype`` ("float32" or "bfloat16") is
 the type of the weights and of the KV cache. With bfloat16 the C++ ops round the input of a linear to bfloat16 and
-accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16.
+accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16. AVX512_BF16 and
+AMX take denormal numbers as 0 and flush denormal results to 0; the others compute with them.
 
 For finite inputs every op gives a row the same bits, whatever other rows are in the batch and however a prompt is cut
 into chunks: the order of every sum depends only on the position of the row and on constants of the op. A row that is
