@@ -28,7 +28,7 @@ from benchmarks.compare import Prober, compare, to_json
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, LoadComparison, machine_line
 from benchmarks.lib.contenders import READY_S, RunningEngines
-from benchmarks.lib.engines import SEQUENCES, Engine, installed
+from benchmarks.lib.engines import DEFAULT_LIMITS, Engine, installed
 from benchmarks.lib.loads import AdapterStreams, adapter_name
 from benchmarks.lib.report import Printer, json_flag, numbers, optional, some_of, write_json
 from benchmarks.lib.roofline import Shape, middle, probe
@@ -121,7 +121,8 @@ def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer, p
                 return await compare(running, loads, BASE, args.repeats, prober)
 
             measured = asyncio.run(measure())
-            write_json(args, to_json(running.contenders, measured, shape))
+            versions = {c.engine.name: {"version": c.engine.version} for c in running.contenders}
+            write_json(args, to_json(versions, measured, shape))
     title = f"{args.model_path.name}, {args.streams} streams, rank {args.rank} on all linears, {args.repeats} repeats"
     printer.table(title, (*HEADER, "of base only", "bound"), rows(measured, shape))
     printer.say(machine_line(measured[0].probes))
@@ -135,14 +136,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engines", type=some_of(LORA), default=list(LORA), help="default: ours and vLLM, if it is installed")
     add("--counts", type=numbers, default=[1, 8, 32], help="distinct adapters (default: 1,8,32)")
     add("--rank", type=int, default=16)
-    add("--streams", type=int, default=SEQUENCES, help="at once (%(default)s, as many as the engines run)")
+    add(
+        "--streams",
+        type=int,
+        default=DEFAULT_LIMITS.sequences,
+        help="at once (%(default)s, as many as the engines run)",
+    )
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=64)
     add("--repeats", type=int, default=5)
     json_flag(parser)
     args = parser.parse_args(argv)
-    if not 1 <= args.streams <= SEQUENCES or max(args.counts) > args.streams:
-        parser.error(f"--streams: 1 to {SEQUENCES}, and at least as many as adapters")
+    if not 1 <= args.streams <= DEFAULT_LIMITS.sequences or max(args.counts) > args.streams:
+        parser.error(f"--streams: 1 to {DEFAULT_LIMITS.sequences}, and at least as many as adapters")
     return args
 
 

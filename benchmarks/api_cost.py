@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client, ServerError
-from benchmarks.lib.engines import SEQUENCES, ours
+from benchmarks.lib.engines import DEFAULT_LIMITS, ours
 from benchmarks.lib.processes import command_words, cpu_seconds, started
 from benchmarks.lib.report import Printer, json_flag, write_json
 from benchmarks.lib.workload import completion, prompt_ids
@@ -161,14 +161,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder with a byte-level BPE tokenizer.json")
-    add("--streams", type=int, default=SEQUENCES, help="at once (%(default)s, as many as the engine runs)")
+    add(
+        "--streams",
+        type=int,
+        default=DEFAULT_LIMITS.sequences,
+        help="at once (%(default)s, as many as the engine runs)",
+    )
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=128)
     add("--repeats", type=int, default=3)
     json_flag(parser)
     args = parser.parse_args(argv)
-    if not 1 <= args.streams <= SEQUENCES:
-        parser.error(f"--streams: 1 to {SEQUENCES}")
+    if not 1 <= args.streams <= DEFAULT_LIMITS.sequences:
+        parser.error(f"--streams: 1 to {DEFAULT_LIMITS.sequences}")
     return args
 
 

@@ -1,33 +1,40 @@
 #!/usr/bin/env python
-"""Compare this engine with its peers under the same loads: medians, ratios, and the share of the roofline.
+"""Compare this engine with its peers: speed under the same loads, time and memory of a start and of an update.
 
-    python benchmarks/compare.py --model-path ~/.cache/fastdeploy-peers/q05 --json compare.json
+    python benchmarks/compare.py --model-path ~/.cache/fastdeploy-peers/q05 --json compare.json --markdown compare.md
     python benchmarks/compare.py --model-path ... --engines ours,vllm --loads 1,8 --repeats 5
+    python benchmarks/compare.py --model-path ... --loads long --max-model-len 32768 --kv-cache-gb 4 --apart
 
 All engines are started here and run during the whole comparison, so that a drift of the machine's speed affects all. In
 each repeat the machine is probed, then each engine gets the load in turn, with new prompts. An engine starts when the
-previous one uses no more CPU. An engine that never becomes idle is stopped (SIGSTOP) while others are measured. A peer
-that cannot be started, or that ends, is removed, and the end of its log is printed. Exits 1 if a request failed, 2 if
-the first engine cannot be started or driven.
+previous one uses no more CPU. An engine that never becomes idle is stopped (SIGSTOP) while others are measured. Where
+memory holds only one engine, ``--apart`` runs one after the other instead. A peer that cannot be started, or that ends,
+is removed, and the end of its log is printed. Exits 1 if a request failed, 2 if the first engine cannot be started or
+driven.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client
+from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.contenders import READY_S, Contender, RunningEngines
-from benchmarks.lib.engines import ENGINES, Engine, installed
-from benchmarks.lib.loads import LOADS, Figures, Load
+from benchmarks.lib.costs import HEADER as COSTS_HEADER
+from benchmarks.lib.costs import Costs, costs_of
+from benchmarks.lib.docs_tables import document
+from benchmarks.lib.engines import DEFAULT_LIMITS, ENGINES, Engine, Limits, installed
+from benchmarks.lib.loads import DEFAULT_LOADS, LOAD_NAMES, Figures, Load, loads_of
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
 
@@ -80,33 +87,75 @@ async def compare(
     return found
 
 
+@dataclass
+class Results:
+    """What was measured so far. loads: by name, in order."""
+
+    shape: Shape
+    loads: dict[str, LoadComparison] = field(default_factory=dict)
+    costs: list[Costs] = field(default_factory=list)
+
+    def add(self, compared: LoadComparison) -> None:
+        """Add a load, or further engines of it."""
+        before = self.loads.get(compared.load.name)
+        self.loads[compared.load.name] = compared if before is None else before.joined(compared)
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json({one.engine: asdict(one) for one in self.costs}, list(self.loads.values()), self.shape)
+
+
 def run(
     engines: Sequence[Engine], loads: Sequence[Load], args: argparse.Namespace, printer: Printer, prober: Prober = probe
 ) -> int:
-    shape = Shape.of(args.model_path)
-    done: list[LoadComparison] = []
+    results = Results(Shape.of(args.model_path))
+    for together in [[engine] for engine in engines] if args.apart else [list(engines)]:
+        try:
+            run_together(together, loads, args, printer, prober, results)
+        except FAILURES as error:
+            if engines[0] in together:
+                raise
+            printer.say(f"without {together[0].name}: {error or type(error).__name__}")
+    done, shape = list(results.loads.values()), results.shape
+    rows = [row for compared in done for row in compared.rows(shape)]
+    printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
+    printer.table("start, memory, update", COSTS_HEADER, [one.row() for one in results.costs])
+    printer.say(machine_line([found for compared in done for found in compared.probes]))
+    if args.markdown:
+        command = shlex.join(["python", "benchmarks/compare.py", *args.arguments])
+        args.markdown.write_text(document(done, results.costs, shape, args.model_path, command))
+    return printer.failed([error for compared in done for error in compared.errors])
+
+
+def run_together(
+    engines: Sequence[Engine],
+    loads: Sequence[Load],
+    args: argparse.Namespace,
+    printer: Printer,
+    prober: Prober,
+    results: Results,
+) -> None:
+    """Run these engines at the same time, and add what is measured to the results."""
     running = RunningEngines(printer.say)
     with running.started(engines, READY_S):
         for load in loads:
             began = time.perf_counter()
-            done += asyncio.run(compare(running, [load], SERVED, args.repeats, prober))
-            printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
-            write_json(args, to_json(running.contenders, done, shape))
-        for contender in running.contenders:
+            [compared] = asyncio.run(compare(running, [load], SERVED, args.repeats, prober))
+            printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(compared.probes)}")
+            results.add(compared)
+            write_json(args, results.to_json())
+        for contender in list(running.contenders):
+            with running.removed_on_failure(contender):
+                results.costs.append(asyncio.run(costs_of(contender, args.model_path, args.repeats)))
             if contender.frozen:
                 printer.say(f"{contender.engine.name} never rests: stopped while others are measured")
-    rows = [row for compared in done for row in compared.rows(shape)]
-    printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
-    printer.say(machine_line([found for compared in done for found in compared.probes]))
-    return printer.failed([error for compared in done for error in compared.errors])
+    write_json(args, results.to_json())
 
 
-def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], shape: Shape) -> dict[str, Any]:
+def to_json(engines: Mapping[str, Any], done: Sequence[LoadComparison], shape: Shape) -> dict[str, Any]:
+    """Return the content of the file of ``--json``. engines: what is known of each, by name."""
     return {
         "step_bytes": shape.step_bytes,
-        "engines": {
-            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "frozen": c.frozen} for c in contenders
-        },
+        "engines": dict(engines),
         "loads": [compared.to_json() for compared in done],
     }
 
@@ -114,19 +163,30 @@ def to_json(contenders: Sequence[Contender], done: Sequence[LoadComparison], sha
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="a Hugging Face folder")
+    add("--model-path", type=Path, required=True, help="a Hugging Face folder, with one model.safetensors")
     ratios = "ratios are to the first one (default: ours and every peer that is installed)"
     add("--engines", type=some_of(ENGINES), default=list(ENGINES), help=ratios)
-    add("--loads", type=some_of(LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
+    default = [load.name for load in DEFAULT_LOADS]
+    add("--loads", type=some_of(LOAD_NAMES), default=default, help=f"of {','.join(LOAD_NAMES)}; default: all but long")
     add("--repeats", type=int, default=3)
+    add("--max-model-len", type=int, default=DEFAULT_LIMITS.context, help="tokens of a sequence (%(default)s)")
+    add("--kv-cache-gb", type=int, default=DEFAULT_LIMITS.kv_gb, help="of each engine (%(default)s)")
+    add("--apart", action="store_true", help="one engine at a time, for large models")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables of docs/benchmarks.md")
     json_flag(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.arguments = sys.argv[1:] if argv is None else list(argv)
+    for load in loads_of(args.loads, args.max_model_len):
+        if load.prompt < 1 or load.prompt + load.output > args.max_model_len:
+            parser.error(f"--max-model-len: load {load.name} needs more than {args.max_model_len} tokens")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
-    engines = installed(args.engines, args.model_path, SERVED, printer.say)
-    loads = [LOADS[name] for name in args.loads]
+    limits = Limits(context=args.max_model_len, kv_gb=args.kv_cache_gb)
+    engines = installed(args.engines, args.model_path, SERVED, printer.say, limits)
+    loads = loads_of(args.loads, args.max_model_len)
     return printer.exit_code(lambda: run(engines, loads, args, printer)) if engines else 2
 
 

@@ -32,6 +32,11 @@ class Checkpoint:
         """The file."""
         return (self.folder / WEIGHTS).read_bytes()
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return (self.folder / WEIGHTS).stat().st_size
+
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and bits of each tensor, flat."""
         for entry in entries(self.data):

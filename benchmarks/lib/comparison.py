@@ -60,6 +60,10 @@ class LoadComparison:
     engines: tuple[EngineRuns, ...]
     probes: tuple[Machine, ...]
 
+    def joined(self, other: LoadComparison) -> LoadComparison:
+        """Return this comparison with the engines of another run of the same load."""
+        return LoadComparison(self.load, (*self.engines, *other.engines), (*self.probes, *other.probes))
+
     @property
     def errors(self) -> list[str]:
         return sorted({f"{m.engine}: {error}" for m in self.engines for run in m.runs for error in run.errors})

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
-from benchmarks.lib.processes import ServerProcess, cpu_seconds, send_all
+from benchmarks.lib.processes import ServerProcess, cpu_seconds, peak_bytes, send_all
 
 READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0
@@ -25,18 +25,20 @@ Result = TypeVar("Result")
 
 
 class Contender:
-    """One engine's running server. frozen: stopped by SIGSTOP until its next load, since it did not become idle."""
+    """One engine's running server. ready_s, start_bytes: time and largest memory of all its processes until it was
+    ready. frozen: stopped by SIGSTOP until its next load, since it did not become idle."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self.server = ServerProcess(engine.command, folder)
         self.client = Client(self.server.url)
-        self.ready_s = 0.0
+        self.ready_s, self.start_bytes = 0.0, 0
         self.frozen = False
 
     async def start(self, ready_s: float) -> None:
         """Wait until the server is ready and idle. Raises ServerError if it is not ready after ``ready_s`` seconds."""
         self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
+        self.start_bytes = peak_bytes(self.server.processes())
         await self.wait_idle()
 
     def close(self) -> None:

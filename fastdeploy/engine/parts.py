@@ -24,6 +24,7 @@ from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.chunks import StepPacer
+from fastdeploy.scheduler.drafts import Drafter, NoDrafts
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
@@ -41,6 +42,7 @@ class EngineParts:
         clock: Callable[[], float],
         runs: Callable[[int], bool],
         retained_log: RetainedLog,
+        drafter: Drafter | None,
     ):
         info, wake, timeout_s = runner.info, transport.wake, config.stage_timeout_s
         self.runner = runner
@@ -50,7 +52,8 @@ class EngineParts:
         kv = self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         memory = AdapterMemory(config.adapter_memory_mb << 20)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-        scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, events)
+        drafter = drafter or NoDrafts()
+        scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, drafter, events)
 
         retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         delivery = self.delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)

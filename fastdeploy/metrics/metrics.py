@@ -97,7 +97,8 @@ class EngineMetrics:
         count = sum([len(new.token_ids) for new in step])
         self.num_tokens += count
         self.tokens.inc(count)
-        self.tpot.observe([new.gap_s for new in step if not new.first])
+        gaps = [(new.gap_s, len(new.token_ids)) for new in step if not new.first]
+        self.tpot.observe([gap_s / n for gap_s, n in gaps for _ in range(n)])
         self.ttft.observe([new.gap_s for new in step if new.first])
 
     def observe_ended(self, requests: list[Request], now: float) -> None:

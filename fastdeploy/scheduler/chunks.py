@@ -3,7 +3,7 @@ tells the runner, which knows the sequences by number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fastdeploy.core.plan import NewSequence, ScheduledChunk, StepPlan
 from fastdeploy.core.request import Request
@@ -85,15 +85,17 @@ class RunnerSequences:
         self._free: list[int] = []  # numbers that the runner knows and that no request has
         self._num_numbers = 0
 
-    def chunk(self, request: Request, count: int) -> ScheduledChunk:
-        """Return the chunk of the next ``count`` tokens, with all that the runner does not know of the request. The
-        plan must reach the runner, even if the step is given up, since nothing is sent twice."""
+    def chunk(self, request: Request, count: int, drafts: Sequence[int] = ()) -> ScheduledChunk:
+        """Return the chunk of the next ``count`` tokens, and of ``drafts`` behind the last one. It has all that the
+        runner does not know of the request. The plan must reach the runner, even if the step is given up, since no
+        known token is sent twice."""
         start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
         number, new = request.sequence, None
         if number is None:
             number, new = self._number(request), self._new_sequence(request)
         unsent = token_ids[request.num_sent_tokens :]
         request.num_sent_tokens = len(token_ids)
+        unsent += drafts
         new_blocks: list[int] = []
         if len(blocks) > request.num_sent_blocks:
             new_blocks = blocks[request.num_sent_blocks :].tolist()
@@ -101,13 +103,14 @@ class RunnerSequences:
         return ScheduledChunk(
             number,
             start,
-            count,
+            count + len(drafts),
             start + count == len(token_ids),
             request.model.served,
             unsent,
             new_blocks,
             new,
             0 if request.sampling.prompt_logprobs is None else _num_prompt_logprobs(request, count),
+            len(drafts),
         )
 
     def forget(self, request: Request) -> None:

@@ -23,6 +23,7 @@ from fastdeploy.core.request import (
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.chunks import RunnerSequences, StepPacer
+from fastdeploy.scheduler.drafts import Drafter, Speculation
 from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
 
@@ -32,8 +33,8 @@ class Scheduler:
 
     gate: of the whole engine. While it is closed, requests stay where they are. running: sorted by order. frozen:
     requests whose own scope was closed while they ran. A frozen request takes no place in the batch, and keeps its KV
-    until another request needs the room. in_flight: the request of each chunk of the plan that runs. events: gets all
-    events of requests.
+    until another request needs the room. in_flight: the request of each chunk of the plan that runs. drafter: guesses
+    tokens, which change the speed only. events: gets all events of requests.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Scheduler:
         pacer: StepPacer,
         kv: KVCacheManager,
         adapters: AdapterMemory,
+        drafter: Drafter,
         events: EventLog,
     ):
         self.info = info
@@ -50,6 +52,7 @@ class Scheduler:
         self.pacer = pacer
         self.kv = kv
         self.adapters = adapters
+        self.speculation = Speculation(drafter, kv, pacer.max_tokens)
         self.gate = Gate.OPEN
         self.waiting = WaitingQueue()
         self.adapter_room = AdapterRoom(adapters, self.waiting)
@@ -87,6 +90,7 @@ class Scheduler:
                 self.adapters.leave(request.model)
         else:
             self.waiting.remove(request)
+        self.speculation.ended(request)
         request.advance(RequestEvent.END)
         request.finish_reason, request.message, request.stop_reason = reason, message, stop_reason
         self.ended.append(request)
@@ -144,11 +148,13 @@ class Scheduler:
         the plan are grouped by adapter, those of the base model first."""
         if not self.has_work:
             return None
-        chunks: dict[Request, ScheduledChunk] = {}
+        prefills: dict[Request, ScheduledChunk] = {}
         copies: list[BlockCopy] = []
-        self._plan_decodes(chunks)
-        budget = self._plan_prefills(chunks, self.pacer.budget(len(chunks)))
-        self._plan_admissions(chunks, copies, budget)
+        decodes = self._plan_decodes()
+        budget = self._plan_prefills(prefills, self.pacer.budget(len(decodes)))
+        self._plan_admissions(prefills, copies, budget)
+        drafts = self.speculation.drafts(decodes, sum([chunk.count for chunk in prefills.values()]))
+        chunks = {r: self._sequences.chunk(r, 1, drafts.get(r, ())) for r in decodes} | prefills
         if not chunks:
             return None
         if self.adapters.num_users:
@@ -157,23 +163,25 @@ class Scheduler:
         self.in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
 
-    def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
-        new_chunk = self._sequences.chunk
+    def _plan_decodes(self) -> list[Request]:
+        """Return the running requests that need one token, with KV for that token."""
+        decodes: dict[Request, None] = {}
         for request in self.running[:]:
             if len(request.token_ids) - request.num_computed != 1 or request.state is not RequestState.RUNNING:
                 continue
             while not self.kv.grow(request):
                 victim = self._preempt(self.frozen or self.running)
-                chunks.pop(victim, None)
+                decodes.pop(victim, None)
                 if victim is request:
                     break
             else:
-                chunks[request] = new_chunk(request, 1)
+                decodes[request] = None
+        return list(decodes)
 
     def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
         for request in self.running:
             missing = len(request.token_ids) - request.num_computed
-            if missing > 1 and request not in chunks:
+            if missing > 1:
                 if budget <= 0:
                     break
                 chunks[request] = self._sequences.chunk(request, min(missing, budget))
@@ -254,12 +262,11 @@ class Scheduler:
         prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
-            count = chunk.count
+            count = chunk.num_known
             if request.num_computed < request.computed_before:
                 self.num_recomputed += min(count, request.computed_before - request.num_computed)
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
-            self.kv.publish(request)
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
@@ -270,11 +277,15 @@ class Scheduler:
             if of_prompt is not None:
                 request.prompt_logprobs += of_prompt
             if sampled is None:
+                self.kv.publish(request)
                 continue
             if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
             new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
             tokens.append(new)
+            if chunk.drafted:
+                self.speculation.verified(new, chunk.drafted, len(sampled.token_ids) - 1)
+            self.kv.publish(request)
             if not request.group.started:
                 self._group_started(request)
             if new.ending is not None:

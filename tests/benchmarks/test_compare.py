@@ -28,9 +28,14 @@ def twins() -> list[Engine]:
 
 
 @pytest.mark.slow
-def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("apart", [[], ["--apart"]])
+def test_two_servers_are_started_compared_and_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], apart: list[str]
+):
     file = tmp_path / "out.json"
-    args = compare.parse(["--model-path", str(MODEL), "--repeats", "2", "--json", str(file)])
+    tables = tmp_path / "out.md"
+    options = ["--model-path", str(MODEL), "--repeats", "2", "--json", str(file), "--markdown", str(tables)]
+    args = compare.parse([*options, *apart])
     started = []
 
     class Watched(contenders.Contender):
@@ -45,20 +50,23 @@ def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: py
     assert len(started) == 2 and [server.processes() for server in started] == [[], []]
     content = json.loads(file.read_text())
     assert list(content["engines"]) == ["ours", "twin"]
-    assert all(engine["ready_s"] > 0 for engine in content["engines"].values())
+    for costs in content["engines"].values():
+        assert costs["ready_s"] > 0 and costs["update_s"] > 0
+        assert costs["start_bytes"] > costs["serving_bytes"] / 2 > 0 and costs["update_bytes"] > 0
     expected = {"s": 4 * 5, "g": 2 * 8 * 3, "r": 2 * 8 * 3}
     for load in content["loads"]:
-        assert len(load["probes"]) == 3  # before, between and after the two repeats
+        assert len(load["probes"]) == (6 if apart else 3)  # before, between and after the two repeats
         for engine in load["engines"].values():
             assert [run["tokens"] for run in engine["runs"]] == [expected[load["load"]["name"]]] * 2
             assert len(engine["engine_token_s"]) == 2 and min(engine["engine_token_s"]) > 0
     assert "twin" in capsys.readouterr().out
+    assert "| 2 streams, 6 tokens in, 5 out |" in tables.read_text() and "| ready after |" in tables.read_text()
 
 
 def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: pytest.CaptureFixture[str]):
     command = (sys.executable, "-c", "raise SystemExit('no such model')")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(engines.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
+        patch.setitem(engines.ENGINES, "ours", lambda model, served, limits: Engine("ours", "1", command, "/ready"))
         assert compare.main(["--model-path", str(MODEL), "--engines", "ours"]) == 2
     assert "no such model" in capsys.readouterr().err
 
@@ -124,5 +132,11 @@ def test_a_peer_that_is_not_installed_is_reported_by_name(
     assert compare.main(["--model-path", str(MODEL)]) == 0
     assert measured == ["ours"]
     told = capsys.readouterr().err
-    assert "without vllm" in told and "without openvino" in told
+    assert all(f"without {name}" in told for name in ("vllm", "openvino", "llamacpp"))
     assert compare.main(["--model-path", str(MODEL), "--engines", "vllm"]) == 2
+
+
+def test_a_load_that_does_not_fit_the_context_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        compare.parse(["--model-path", str(MODEL), "--loads", "prefill", "--max-model-len", "512"])
+    assert "--max-model-len: load prefill needs more than 512 tokens" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""Checkpoints that are made: q05, adapters, and slightly changed copies."""
+"""Checkpoints that are made: the shapes of Qwen2.5, adapters, and slightly changed copies."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks import make_adapters, make_q05
+from benchmarks import make_adapters, make_model
 from benchmarks.lib.roofline import Shape
 from benchmarks.lib.tensors import RandomTensor, perturbed_copy, to_bfloat16, write_random_tensors
-from benchmarks.make_q05 import CONFIG
 from fastdeploy.embedded import MODEL_DIR
 
-Q05 = Shape(
-    CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_hidden_layers"], CONFIG["num_attention_heads"],
-    CONFIG["num_key_value_heads"], CONFIG["hidden_size"] // CONFIG["num_attention_heads"], CONFIG["vocab_size"],
-)  # fmt: skip
+Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
 
 
 def test_an_adapter_has_both_matrices_of_every_linear_of_every_layer():
@@ -46,16 +43,20 @@ def test_peft_reads_the_folder_and_the_seeds_differ(tmp_path: Path):
     assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_the_shape_is_that_of_qwen2_5_0_5b():
-    sizes = {tensor.name: int(np.prod(tensor.shape)) for tensor in make_q05.tensors(make_q05.CONFIG)}
-    assert sum(sizes.values()) == 494_032_768
-    assert len(sizes) == 290
+@pytest.mark.parametrize(
+    ("shape", "count", "kv_rows"),
+    [("q05", 494_032_768, 128), ("q15", 1_543_714_304, 256), ("q3", 3_085_938_688, 256)],
+)
+def test_the_shapes_have_as_many_parameters_as_qwen2_5(shape: str, count: int, kv_rows: int):
+    config = make_model.config_of(shape)
+    sizes = {tensor.name: tensor.shape for tensor in make_model.tensors(config)}
+    assert sum(map(math.prod, sizes.values())) == count
     assert "lm_head.weight" not in sizes
-    assert sizes["model.layers.23.self_attn.k_proj.weight"] == 128 * 896
+    assert sizes["model.layers.0.self_attn.k_proj.weight"] == (kv_rows, config["hidden_size"])
 
 
 def test_the_tokenizer_is_byte_level(tmp_path: Path):
-    make_q05.write_tokenizer(tmp_path)
+    make_model.write_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "Größe: 12 µm\n\t<|im_end|>"
     ids = tokenizer.encode(text).ids

@@ -5,7 +5,6 @@
 // of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "linear/linear.h"
 #include "linear/shrink.h"

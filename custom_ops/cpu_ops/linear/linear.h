@@ -1,9 +1,11 @@
 // Linears: their input in the layout of the kernels, and products with a packed weight. One implementation per
-// instruction set, linear.cc (vectors) or linear_amx.cc (AMX tiles), each with an input layout of its own.
+// instruction set: linear.cc (vectors of float32), linear_bf16.cc (VDPBF16PS) or linear_amx.cc (AMX tiles), each with
+// an input layout of its own.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.h"
 #include "linear/lora.h"
@@ -42,6 +44,15 @@ struct Halves {
   int64_t first(int64_t pair) const { return pair; }
   int64_t second(int64_t pair) const { return pair + half; }
 };
+
+// Calls body(rows) with the number of rows, 1 to Most, as a constant.
+template <int Most, typename Body>
+static inline void with_rows(int64_t rows, const Body& body) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, body);
+  }
+  body(std::integral_constant<int, Most>());
+}
 
 // 1 / sqrt(mean(x^2) + eps), summed in 16 lanes and four chains, combined in a fixed order.
 static inline float norm_factor(const float* x, int64_t h, float eps) {

@@ -15,16 +15,14 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear/linear.h"
+#include "linear/input_tiles.h"
 #include "runtime/amx_tiles.h"
-#include "runtime/approximate_math.h"
 #include "runtime/thread_pool.h"
 
 namespace fd {
 namespace amx {
 namespace {
 
-constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kStrip = 32;             // rows of a 2 x 2 block
 constexpr int64_t kStripFloats = 32 * 32;  // its accumulators
 constexpr int64_t kGroup = 2;              // strips that use the same weights before K moves on
@@ -38,26 +36,11 @@ constexpr int64_t kMaxRows = 512;
 // Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
-// Layout of a LinearInput: [row tile][k tile][rows of a tile][32]. Rows from m to the end of a strip hold anything: a
-// row of the result depends on its own input row only.
-struct InputTiles {
-  char* data;
-  int64_t rows;     // of a tile: 16, or m if that is less
-  int64_t k_tiles;  // of a row
+// Tiles of 16 rows, or of m if that is less: a decode step loads no padding.
+int64_t tile_rows(int64_t m) { return std::min<int64_t>(m, 16); }
 
-  InputTiles(void* data, int64_t m, const Weight& w)
-      : data(static_cast<char*>(data)), rows(std::min<int64_t>(m, 16)), k_tiles(w.k_padded / kDepth) {}
-
-  static size_t bytes(int64_t m, const Weight& w) {
-    return static_cast<size_t>((m <= 16 ? m : round_up(m, kStrip)) * w.k_padded * 2);
-  }
-  int64_t step() const { return rows * 64; }  // bytes from one k tile to the next
-  char* tile(int64_t row_tile, int64_t k_tile) const { return data + (row_tile * k_tiles + k_tile) * step(); }
-  char* row(int64_t r) const { return tile(r / 16, 0) + r % 16 * 64; }
-};
-
-__mmask16 first_lanes(int64_t count) {
-  return count >= 16 ? 0xffff : count > 0 ? static_cast<__mmask16>((1u << count) - 1) : 0;
+InputTiles new_tiles(ScratchSlot slot, int64_t m, const Weight& w) {
+  return InputTiles(slot, m, m <= 16 ? 1 : kStrip, tile_rows(m), w);
 }
 
 // accumulators (+)= input x weights over `steps` k tiles, for RowTiles x 2 tiles. `beside` runs once per k tile: while
@@ -262,7 +245,7 @@ Expansion shrink(const InputTiles& input, int64_t m, const LoraRows& loras) {
 // Calls finish(row, pair, value of its first tile, value of its second) for every row and every pair of column tiles.
 template <typename Pairs, typename Finish>
 void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish) {
-  const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
+  const InputTiles input(rows.data, tile_rows(rows.m), w);
   const Expansion expansion = shrink(input, rows.m, loras);
   const auto finish_sums = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
     const Floats16 value0 = complete(w, expansion, row, pairs.first(pair), c0);
@@ -292,84 +275,25 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
   }
 }
 
-// Large results, which leave the cache before they are read, are written with streaming stores: an ordinary store would
-// first read the line that it overwrites. Needs rows of whole, aligned cache lines.
-bool write_past_cache(const float* out, int64_t m, int64_t n) {
-  constexpr int64_t kLarge = int64_t{4} << 20;
-  return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
-}
-
-void stream_columns(float* row, int64_t tile, int64_t, Floats16 value) {
-  _mm512_stream_ps(row + tile * kColumns, value.v);
-}
-
-// Converts a row of float32 (times factor times norm) to a row of the input layout.
-void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out, int64_t step) {
-  const __m512 scale = _mm512_set1_ps(factor);
-  for (int64_t t = 0; t < k_tiles; ++t) {
-    const int64_t at = t * 32;
-    const __mmask16 lo = first_lanes(k - at), hi = first_lanes(k - at - 16);
-    __m512 a = _mm512_maskz_loadu_ps(lo, x + at), b = _mm512_maskz_loadu_ps(hi, x + at + 16);
-    if (norm != nullptr) {
-      a = _mm512_mul_ps(_mm512_mul_ps(a, scale), _mm512_maskz_loadu_ps(lo, norm + at));
-      b = _mm512_mul_ps(_mm512_mul_ps(b, scale), _mm512_maskz_loadu_ps(hi, norm + at + 16));
-    }
-    _mm512_storeu_si512(out + t * step, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-  }
-}
-
-template <typename Put>
-void multiply_with(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, Put put) {
-  const Neighbours pairs = {w.tiles()};
-  for_all_pairs(input, w, loras, pairs, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    float* to = out + row * w.n;
-    put(to, 2 * pair, w.n, c0);
-    if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, c1);
-  });
-}
-
 }  // namespace
 
 LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
                               const Weight& w) {
-  const InputTiles input(scratch(slot, InputTiles::bytes(m, w)), m, w);
-  parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* row = x + r * w.k;
-      const float factor = norm == nullptr ? 1.0f : norm_factor(row, w.k, eps);
-      convert_row(row, norm, factor, w.k, input.k_tiles, input.row(r), input.step());
-    }
-  });
+  const InputTiles input = new_tiles(slot, m, w);
+  convert_rows(input, x, norm, eps, m, w);
   return {input.data, m};
 }
 
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
-  if (accumulate) {
-    multiply_with(input, w, loras, out,
-                  [](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
-  } else if (write_past_cache(out, input.m, w.n)) {
-    multiply_with(input, w, loras, out,
-                  [](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
-  } else {
-    multiply_with(input, w, loras, out,
-                  [](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
-  }
+  store_products(input.m, w, out, accumulate,
+                 [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
                            const Weight& next) {
-  const int64_t half_tiles = w.n / 2 / kColumns, m = input.m;
-  const InputTiles inner(scratch(slot, InputTiles::bytes(m, next)), m, next);
-  auto put = [&](int64_t row, int64_t tile, __m256i values) {
-    char* to = inner.row(row) + tile / 2 * inner.step() + tile % 2 * 32;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
-  };
-  if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
-    for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
-  for_all_pairs(input, w, loras, Halves{half_tiles}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
-  });
-  return {inner.data, m};
+  const InputTiles inner = new_tiles(slot, input.m, next);
+  gate_products(input.m, w, inner, [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
+  return {inner.data, input.m};
 }
 
 }  // namespace amx

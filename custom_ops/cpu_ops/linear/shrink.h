@@ -2,22 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 #include "runtime/simd.h"
 
 namespace fd {
 namespace FD_ISA {
-
-// Calls body(rows) with the number of rows, 1 to Most, as a constant.
-template <int Most, typename Body>
-static inline void with_rows(int64_t rows, const Body& body) {
-  if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, body);
-  }
-  body(std::integral_constant<int, Most>());
-}
 
 // t [Rows, stride] = x @ A.T * scaling for a tile of ranks. Each element is two chains, of the even and the odd k.
 template <int Rows>

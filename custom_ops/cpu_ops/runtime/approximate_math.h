@@ -1,11 +1,11 @@
 // Approximations on 16 lanes for results that are rounded to bfloat16 (8 significant bits).
-// All functions are static: simd.h gives the reason.
+// For instruction sets with AVX-512. All functions are static: simd.h gives the reason.
 #pragma once
 
 #include <immintrin.h>
 
 namespace fd {
-namespace amx {
+namespace FD_ISA {
 
 // 2^x for the wanted lanes, within 3e-6 and exactly 1 at 0; the others are 0. x in [-126, 127], or NaN (stays NaN).
 //
@@ -32,5 +32,5 @@ static inline __m512 approximate_silu(__m512 x) {
   return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(d, guess, _mm512_set1_ps(2.0f))));
 }
 
-}  // namespace amx
+}  // namespace FD_ISA
 }  // namespace fd

@@ -29,6 +29,7 @@ enum ScratchSlot {
   kScratchQuery,
   kScratchTasks,
   kScratchTask,
+  kScratchTiles,
   kScratchLoraRows,
   kScratchLoraRuns,
   kScratchShrunk,

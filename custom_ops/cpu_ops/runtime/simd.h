@@ -199,22 +199,33 @@ static inline float reduce_max(Floats16 a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// e^x within 2 ulp; exactly 0 below -87.3 (where the result would be denormal) and exactly 1 at 0; NaN stays NaN.
-static inline Floats16 exp(Floats16 x) {
-  const Floats16 lowest = set1(-87.3f);
-  const Mask in_range = ~greater(lowest, x) & 0xffff;
-  const Floats16 clamped = min(set1(88.0f), max(lowest, x));
-  const Floats16 n = round(mul(clamped, set1(1.44269504f)));
-  Floats16 r = fnma(n, set1(0.693359375f), clamped);  // ln 2 in two parts
-  r = fnma(n, set1(-2.12194440e-4f), r);
+// e^r for |r| <= ln(2) / 2, by its Taylor series.
+static inline Floats16 exp_of_remainder(Floats16 r) {
   Floats16 p = set1(1.0f / 720);
   p = fma(p, r, set1(1.0f / 120));
   p = fma(p, r, set1(1.0f / 24));
   p = fma(p, r, set1(1.0f / 6));
   p = fma(p, r, set1(0.5f));
   p = fma(p, r, set1(1.0f));
-  p = fma(p, r, set1(1.0f));
-  return select(in_range, mul(p, pow2(n)), zero());
+  return fma(p, r, set1(1.0f));
+}
+
+// e^x within 2 ulp; exactly 0 below -87.3 (where the result would be denormal) and exactly 1 at 0; NaN stays NaN.
+static inline Floats16 exp(Floats16 x) {
+  const Floats16 lowest = set1(-87.3f);
+  const Mask in_range = ~greater(lowest, x) & 0xffff;
+  const Floats16 clamped = min(set1(88.0f), max(lowest, x));
+  const Floats16 n = round(mul(clamped, set1(1.44269504f)));
+  const Floats16 r = fnma(n, set1(0.693359375f), clamped);  // ln 2 in two parts
+  return select(in_range, mul(exp_of_remainder(fnma(n, set1(-2.12194440e-4f), r)), pow2(n)), zero());
+}
+
+// 2^x within 2 ulp for x <= 126; exactly 0 below -126 and exactly 1 at 0; NaN stays NaN.
+static inline Floats16 exp2(Floats16 x) {
+  const Floats16 lowest = set1(-126.0f);
+  const Mask in_range = ~greater(lowest, x) & 0xffff;
+  const Floats16 clamped = max(lowest, x), n = round(clamped);
+  return select(in_range, mul(exp_of_remainder(mul(sub(clamped, n), set1(0.693147181f))), pow2(n)), zero());
 }
 
 static inline Floats16 silu(Floats16 x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }

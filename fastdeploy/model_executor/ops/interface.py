@@ -2,7 +2,8 @@
 
 All activations are contiguous float32 Paddle tensors on the place of the ops. ``dtype`` ("float32" or "bfloat16") is
 the type of the weights and of the KV cache. With bfloat16 the C++ ops round the input of a linear to bfloat16 and
-accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16.
+accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16. AVX512_BF16 and
+AMX take denormal numbers as 0 and flush denormal results to 0; the others compute with them.
 
 A bfloat16 weight may have int8 values beside its own (``Ops.quantize``). Products with it use these, and its input is
 rounded to integers of 16 bits, with a scale for each ``INT8_GROUP`` values of a row. The sum of a group is exact, so

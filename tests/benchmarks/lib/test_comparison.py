@@ -128,7 +128,11 @@ def test_the_machine_is_the_median_of_its_probes():
     assert middle([]) is None
 
 
-def test_without_amx_only_the_read_bandwidth_is_known():
+def test_the_kv_of_a_token_is_its_keys_and_values_in_all_layers():
+    assert SMALL.kv_bytes(3) == 3 * 2 * 2 * 2 * 2  # K and V, layers, head_dim, bytes
+
+
+def test_without_a_peak_only_the_read_bandwidth_is_known():
     machine = Machine(1000.0, None)
     assert decode_share(SMALL, machine, 0.656) == pytest.approx(1.0)
     assert prefill_share(SMALL, machine, 1, 5, 1.0) is group_share(SMALL, machine, 5, 2, 5, 7, 1.0) is None

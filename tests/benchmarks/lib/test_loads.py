@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lib.client import Client, Reply
-from benchmarks.lib.loads import Figures, Groups, Load, RepeatedGroups, Streams
+from benchmarks.lib.loads import Figures, Groups, Load, Long, RepeatedGroups, Streams, loads_of
 from benchmarks.lib.roofline import Machine, Shape
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 from support.fake_pause_server import FakeServer
@@ -18,7 +18,7 @@ SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, voca
 
 
 class Recorder:
-    """A client stand-in that answers every completion after a moment, with ``short`` tokens too few."""
+    """A client stand-in that answers every completion after a moment, with ``short`` samples cut short."""
 
     def __init__(self, short: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -33,8 +33,8 @@ class Recorder:
         self.most_prompts_at_once = max(self.most_prompts_at_once, len(+self._live))
         await asyncio.sleep(0.001)
         self._live[prompt] -= 1
-        made = body.get("n", 1) * body["max_tokens"] - self._short
-        return Reply(200, {"usage": {"completion_tokens": made}})
+        reasons = ["stop"] * self._short + ["length"] * (body.get("n", 1) - self._short)
+        return Reply(200, {"choices": [{"finish_reason": reason} for reason in reasons]})
 
 
 def send(load: Load, client: Any, seed: str = "s") -> Figures:
@@ -108,3 +108,32 @@ def test_all_engines_get_the_same_prompts_and_each_repeat_has_new_ones():
     assert prompts("0/g/0") == prompts("0/g/0")
     starts = [{prompt[:4] for prompt in prompts(seed)} for seed in ("0/g/0", "0/g/1", "0/other/0", "1/g/0")]
     assert len(set.union(*starts)) == 16  # no common beginning, which a prefix cache could use
+
+
+class LongPrompts:
+    """A client stand-in that notes the prompts, and answers at once."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Any:
+        self.prompts.append(tuple(body["prompt"]))
+        log = StreamLog(request_id, sent_at=0.0, status=200, done_markers=1, finals=[(1.0, "length")])
+        log.tokens = [TokenEvent(0.1 * at, [at]) for at in range(body["max_tokens"])]
+        return SimpleNamespace(wait_closed=partial(asyncio.sleep, 0, log))
+
+
+def test_long_prompts_are_those_of_the_warm_up_in_every_round():
+    [load] = loads_of(["long"], 100)
+    client = LongPrompts()
+    send(load.warm_up(), client, "warm-up")
+    send(load, client, "long/0")
+    assert len(client.prompts) == 16 and client.prompts[:8] == client.prompts[8:]
+    assert len(set(client.prompts)) == 8 and {len(prompt) + load.output for prompt in client.prompts} == {100}
+
+
+def test_long_streams_are_bounded_by_the_weights_and_the_kv_of_all_streams():
+    load = Long("long", 2, 30, 5, 2)
+    figures = send(load, LongPrompts())
+    assert figures.token_s == pytest.approx(0.1)
+    assert load.share(SHAPE, Machine(1e6, None), figures) == pytest.approx((656 + 2 * 30 * 16) / 0.1 / 1e6)

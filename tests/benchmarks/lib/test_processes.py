@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.processes import PeakMemory, ServerProcess, cpu_seconds, send_all, session_processes
+from benchmarks.lib.processes import (
+    PeakMemory,
+    ServerProcess,
+    cpu_seconds,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+    send_all,
+    session_processes,
+)
 from e2e.server import until
 from fastdeploy.engine.requests.delivery import process_runs
 
@@ -98,3 +107,19 @@ def test_the_peak_memory_is_that_of_the_largest_process_and_of_new_files_in_shar
         file.flush()
         until(lambda: memory.shared >= len(new), 20, "the file is seen")
     assert memory.engine > len(new)
+
+
+HOLDS_MUCH_FOR_A_MOMENT = (
+    "b = bytearray(b'x' * (64 << 20)); del b; print('up', flush=True); import time; time.sleep(60)"
+)
+
+
+def test_the_peak_of_a_process_outlives_the_memory_until_it_is_reset(tmp_path: Path):
+    server = started(HOLDS_MUCH_FOR_A_MOMENT, tmp_path)
+    try:
+        ended = 1 << 22  # a process that does not exist
+        assert peak_bytes([server.pid, ended]) > resident_bytes(server.pid) + (60 << 20)
+        reset_peak([server.pid, ended])
+        assert peak_bytes([server.pid, ended]) < resident_bytes(server.pid) + (8 << 20)
+    finally:
+        server.kill()

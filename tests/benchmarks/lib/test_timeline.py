@@ -69,3 +69,13 @@ def test_failed_requests_are_counted_and_enter_no_figure():
     stats = summarize([stream(0.0, [1.0, 2.0]), bad, half])
     assert (stats.completed, stats.failed, stats.ttft.count) == (1, 2, 1)
     assert "queue full" in stats.errors
+
+
+def test_a_server_without_token_ids_counts_its_tokens_in_the_usage():
+    log = StreamLog("r", 0.0, 200)
+    log.add_event(1.0, b'{"choices": [{"text": "a", "finish_reason": null}], "usage": null}')
+    log.add_event(3.0, b'{"choices": [{"text": "bc", "finish_reason": null}]}')
+    log.add_event(3.0, b'{"choices": [{"text": "", "finish_reason": "length"}], "usage": {"completion_tokens": 3}}')
+    log.add_event(3.0, b"[DONE]")
+    stats = summarize([log])
+    assert (stats.completed, stats.output_tokens) == (1, 3) and stats.tpot.mean == pytest.approx(1.0)

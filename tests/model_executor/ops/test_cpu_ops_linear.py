@@ -55,6 +55,34 @@ def test_linear_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n
     assert_close(actual, expected, 1e-5)
 
 
+def one_chain(x: np.ndarray, weight: np.ndarray, odd_first: bool) -> np.ndarray:
+    """Return x @ weight.T as one chain of fused multiply-adds over k = 0, 1, 2, 3, ... or 1, 0, 3, 2, ... x, weight:
+    bfloat16 numbers without large differences of magnitude, so that float64 has every product and sum exactly."""
+    order, sums = np.arange(x.shape[1]), np.zeros((len(x), len(weight)), np.float32)
+    for k in order ^ 1 if odd_first else order:
+        sums = (sums + np.outer(x[:, k].astype(np.float64), weight[:, k].astype(np.float64))).astype(np.float32)
+    return sums
+
+
+@pytest.mark.parametrize("rows,k,n", [(1, 64, 32), (30, 960, 50)])
+def test_sums_are_added_in_the_documented_order(ops, isa, dtype, rng, rows, k, n):
+    x, weight = round_to_bfloat16(random(rng, rows, k)), round_to_bfloat16(random(rng, n, k))
+    actual = ops.linear(paddle.to_tensor(x), ops.pack_linear([weight]))
+    bf16_isa = isa if dtype == "bfloat16" else ""
+    expected = one_chain(x, weight, odd_first=bf16_isa == "avx512_bf16")
+    if bf16_isa == "amx":  # the order within a tile is the instruction's
+        assert_close(actual, paddle.to_tensor(expected), 1e-5)
+    else:
+        np.testing.assert_array_equal(actual.numpy(), expected)
+
+
+def test_denormal_numbers_count_as_zero_where_the_instruction_does_so(ops, isa, dtype):
+    x, weight = np.full((2, 32), 1e-39, np.float32), np.ones((16, 32), np.float32)
+    flushes = dtype == "bfloat16" and isa in ("avx512_bf16", "amx")
+    found = ops.linear(paddle.to_tensor(x), ops.pack_linear([weight])).numpy()
+    np.testing.assert_allclose(found, 0 if flushes else 3.2e-38, rtol=0.05)
+
+
 @pytest.mark.parametrize("rows,k,n", SHAPES)
 def test_mlp_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n):
     x, parts = random(rng, rows, k) / k**0.5, [random(rng, n, k), random(rng, n, k)]

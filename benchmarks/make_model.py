@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Write the benchmark checkpoint "q05": the shape of Qwen2.5-0.5B with random bfloat16 weights. No download.
+"""Write a checkpoint for benchmarks: the shape of a Qwen2.5 model with random bfloat16 weights. No download.
 
-    python benchmarks/make_q05.py [OUT]        (default: $PEERS_DIR/q05, $PEERS_DIR default ~/.cache/fastdeploy-peers)
+    python benchmarks/make_model.py [OUT] [--shape q05]    (default: $PEERS_DIR/q05, or ~/.cache/fastdeploy-peers/q05)
 
-494 M parameters, 0.99 GB. The same seed gives the same bytes. Numpy and `tokenizers` only.
+q05, q15 and q3 have the shapes of Qwen2.5-0.5B, 1.5B and 3B: 1.0, 3.1 and 6.2 GB. The same seed gives the same bytes.
+Numpy and `tokenizers` only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -22,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.tensors import RandomTensor, write_random_tensors
 
-CONFIG = {
+SIZES = {
+    "q05": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "q15": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "q3": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+}
+COMMON = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
     "num_key_value_heads": 2,
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
@@ -39,7 +42,6 @@ CONFIG = {
     "attention_dropout": 0.0,
     "use_sliding_window": False,
     "sliding_window": 32768,
-    "max_window_layers": 24,
     "initializer_range": 0.02,
     "torch_dtype": "bfloat16",
     "use_cache": True,
@@ -53,11 +55,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def default_out() -> Path:
-    return Path(os.environ.get("PEERS_DIR", Path.home() / ".cache" / "fastdeploy-peers")) / "q05"
+def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """Return config.json of a key of SIZES. layers: fewer than it has, for a quick test."""
+    layers = layers or SIZES[shape]["num_hidden_layers"]
+    return COMMON | SIZES[shape] | {"num_hidden_layers": layers, "max_window_layers": layers}
 
 
-def tensors(config: dict) -> Iterator[RandomTensor]:
+def default_out(shape: str) -> Path:
+    return Path(os.environ.get("PEERS_DIR", Path.home() / ".cache" / "fastdeploy-peers")) / shape
+
+
+def tensors(config: dict[str, Any]) -> Iterator[RandomTensor]:
     """Yield every tensor, in file order.
 
     Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. The standard
@@ -92,7 +100,7 @@ def write_tokenizer(folder: Path) -> None:
         "bos_token": SPECIAL_TOKENS[0],
         "eos_token": SPECIAL_TOKENS[1],
         "pad_token": SPECIAL_TOKENS[1],
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": COMMON["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
         "chat_template": CHAT_TEMPLATE,
@@ -109,17 +117,18 @@ def byte_alphabet() -> dict[int, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=default_out(), help="folder (default: %(default)s)")
+    parser.add_argument("out", nargs="?", type=Path, help="folder (default: named after the shape, among the peers)")
+    parser.add_argument("--shape", choices=SIZES, default="q05", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer for a quick test")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has, for a quick test")
     args = parser.parse_args(argv)
-    config = CONFIG | {"num_hidden_layers": args.layers, "max_window_layers": args.layers}
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(args.out)
-    count = write_random_tensors(args.out / "model.safetensors", list(tensors(config)), args.seed)
-    (args.out / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
-    (args.out / "config.json").write_text(json.dumps(config, indent=2))
-    print(f"{args.out}: {count / 1e6:.1f} M parameters, seed {args.seed}")
+    config, out = config_of(args.shape, args.layers), args.out or default_out(args.shape)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(out)
+    count = write_random_tensors(out / "model.safetensors", list(tensors(config)), args.seed)
+    (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    print(f"{out}: {count / 1e6:.1f} M parameters, seed {args.seed}")
     return 0
 
 

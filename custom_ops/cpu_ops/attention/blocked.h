@@ -1,0 +1,306 @@
+// Attention over the paged cache, in blocks of 64 keys: scores, online softmax, weighted sum of the values. It is
+// written once, for all instruction sets. What differs is a class Products:
+//
+//   Element, Left           types of the cache, and of queries and probabilities
+//   prepare(a, query)       writes keys and values of the step to the cache, and the queries as Left
+//   power_of_2, store_weights   the weights of a row, and their rounding to Left
+//   score(...)              scores = queries x keys
+//   add_values(...)         sums = sums * shrink + probabilities x values
+//
+// Rounding. A score is the sum over the dims in order, in float32. The weights 2^(score * scale * log2(e) - best) are
+// summed in float32, before they are rounded to Left. The values are added to the sums of the blocks before in the
+// order of the keys, in pairs. All of this is done for each row alone, so its bits do not depend on the rows beside it.
+// All functions are static: simd.h gives the reason.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention/tasks.h"
+#include "kernels.h"
+#include "runtime/memory.h"
+#include "runtime/simd.h"
+#include "runtime/thread_pool.h"
+
+namespace fd {
+namespace FD_ISA {
+
+constexpr int64_t kUnit = 16;  // keys that lie together in the cache
+constexpr int64_t kUnits = kKeyBlock / kUnit;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
+
+// A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
+// values of 0, and keys that may be anything. `ahead`: the units to fetch from memory meanwhile, those of the next
+// block; of the last block, its own.
+template <typename Element>
+struct KeyBlock {
+  int64_t units;
+  const Element *keys[kUnits], *values[kUnits];
+  const Element *keys_ahead[kUnits], *values_ahead[kUnits];
+};
+
+// Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
+// partition keep their state.
+static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, const SoftmaxState& later,
+                         const SoftmaxState& state) {
+  const int64_t padded = a.cache->dim_padded;
+  for (int64_t r = 0; r < task.rows; r += 16) {
+    const int64_t count = std::min<int64_t>(16, task.rows - r);
+    Mask sees = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
+    const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
+    const Floats16 shrink = exp(mul(sub(old_best, best), set1(kLn2))),
+                   weight = exp(mul(sub(later_best, best), set1(kLn2)));
+    const Floats16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
+    store(state.best + r, select(sees, best, old_best));
+    store(state.mass + r, select(sees, mass, old_mass));
+    alignas(64) float shrinks[16], weights[16];
+    store(shrinks, shrink);
+    store(weights, weight);
+    for (int64_t i = 0; i < count; ++i) {
+      if ((sees >> i & 1) == 0) continue;
+      float *out = state.out + (r + i) * padded, *added = later.out + (r + i) * padded;
+      for (int64_t d = 0; d < padded; d += 16)
+        store(out + d, fma(load(out + d), set1(shrinks[i]), mul(load(added + d), set1(weights[i]))));
+    }
+  }
+}
+
+static inline void write_out(const AttentionArgs& a, const Task& task, const SoftmaxState& state) {
+  const int64_t dim = a.cache->head_dim, group = group_size(a);
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const int64_t head = task.kv_head * group + (task.first_row + r) % group;
+    float* to = a.out + (token_of(a, task, r) * a.heads + head) * dim;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+      store_n(to + d, div(load(state.out + r * a.cache->dim_padded + d), set1(state.mass[r])), n);
+    }
+  }
+}
+
+// Merges and writes the results of the tasks that were split, once all tasks have run.
+static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks) {
+  if (tasks.partials.out == nullptr) return;
+  auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
+  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const Task& task = tasks.list[t];
+      if (task.partition != 0) continue;
+      for (int64_t i = 1; i < partitions(task.keys); ++i)
+        merge(a, task, i * kPartition, partial(tasks.list[t + i]), partial(task));
+      write_out(a, task, partial(task));
+    }
+  });
+}
+
+// Copies the values of `count` of 16 keys and makes the others 0: they may be those of an earlier request, and
+// 0 x infinity is NaN.
+static inline void copy_values(const float* from, int64_t padded, int64_t count, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(count * padded) * 4);
+  std::memset(to + count * padded, 0, static_cast<size_t>((kUnit - count) * padded) * 4);
+}
+
+static inline void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* to) {
+  const int64_t whole = count / 2 * 2 * padded;
+  std::memcpy(to, from, static_cast<size_t>(whole) * 2);
+  std::memset(to + whole, 0, static_cast<size_t>(kUnit * padded - whole) * 2);
+  if (count % 2 == 0) return;
+  for (int64_t d = 0; d < padded; ++d) to[whole + d * 2] = from[whole + d * 2];
+}
+
+// What one thread needs to compute tasks.
+template <typename Products>
+class Worker {
+ public:
+  using Element = typename Products::Element;
+  using Left = typename Products::Left;
+
+  Worker(const AttentionArgs& a, const Left* queries)
+      : a_(a), queries_(queries), padded_(a.cache->dim_padded), work_(workspace(padded_)), products_(padded_) {}
+
+  void run(const Task& task, const SoftmaxState& partials) {
+    if (task.partition != kAllPartitions) {
+      attend_afresh(task, task.partition * kPartition, partials.from(task.partial, padded_));
+      return;
+    }
+    attend_afresh(task, 0, work_.first);
+    for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
+      attend_afresh(task, begin, work_.later);
+      merge(a_, task, begin, work_.later, work_.first);
+    }
+    write_out(a_, task, work_.first);
+  }
+
+ private:
+  struct alignas(64) Workspace {
+    float scores[kQueryRows * kKeyBlock];
+    Left probabilities[kQueryRows * kKeyBlock];
+    float shrink[kQueryRows];
+    Element* last_values;               // [16][Dp]: of a unit that the sequence does not fill
+    SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
+  };
+
+  // Rows of one sequence that see its keys [begin, end).
+  struct Rows {
+    int64_t sequence, kv_head;
+    const Left* query;
+    int64_t first, count;  // the first is the first-th row of the sequence
+    int64_t begin, end;    // begin is a multiple of 64
+  };
+
+  static Workspace& workspace(int64_t padded) {
+    const int64_t head = round_up(sizeof(Workspace), 64) / 4, state = state_floats(kQueryRows, padded);
+    const size_t floats = static_cast<size_t>(head + kUnit * padded + 3 * state);
+    float* memory = static_cast<float*>(scratch(kScratchTask, floats * 4));
+    auto* work = reinterpret_cast<Workspace*>(memory);
+    float* states = memory + head + kUnit * padded;
+    work->last_values = reinterpret_cast<Element*>(memory + head);
+    work->first = state_in(states, kQueryRows);
+    work->later = state_in(states + state, kQueryRows);
+    work->member = state_in(states + 2 * state, kQueryRows);
+    return *work;
+  }
+
+  void attend_afresh(const Task& task, int64_t begin, const SoftmaxState& state) {
+    std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
+    std::fill_n(state.mass, round_up(task.rows, 16), 0.0f);
+    std::memset(state.out, 0, static_cast<size_t>(task.rows * padded_) * 4);
+    attend_task(task, begin, state);
+  }
+
+  // Computes the keys of the partition from `begin` on.
+  void attend_task(const Task& task, int64_t begin, const SoftmaxState& state) {
+    const int64_t group = group_size(a_), first = a_.cu_tokens[task.sequence] * group + task.first_row;
+    const int64_t end = partition_end(begin);
+    const Left* query = queries_ + (task.kv_head * query_rows(a_) + first) * padded_;
+    const int64_t keys = task.members == 1 ? task.keys : task.shared;
+    attend({task.sequence, task.kv_head, query, task.first_row, task.rows, begin, std::min(keys, end)}, state);
+    const int64_t alone = std::max<int64_t>(begin, task.shared);
+    if (task.members == 1 || alone >= end) return;
+    for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
+      const SoftmaxState whole = state.from(i * group, padded_);
+      std::fill_n(work_.member.best, kQueryRows, -INFINITY);
+      std::fill_n(work_.member.mass, kQueryRows, 0.0f);
+      copy_state(whole, group, work_.member);
+      const int64_t own = a_.starts[task.sequence + i] + 1;
+      attend({task.sequence + i, task.kv_head, query + i * group * padded_, 0, group, alone, std::min(own, end)},
+             work_.member);
+      copy_state(work_.member, group, whole);
+    }
+  }
+
+  void copy_state(const SoftmaxState& from, int64_t rows, const SoftmaxState& to) const {
+    std::memcpy(to.best, from.best, static_cast<size_t>(rows) * 4);
+    std::memcpy(to.mass, from.mass, static_cast<size_t>(rows) * 4);
+    std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded_) * 4);
+  }
+
+  // Adds the keys to `state`. A row that sees none of them becomes NaN.
+  void attend(const Rows& rows, const SoftmaxState& state) {
+    if (rows.begin >= rows.end) return;
+    KeyBlock<Element> block;
+    find_units(rows, rows.begin, block.keys_ahead, block.values_ahead);
+    for (int64_t key = rows.begin; key < rows.end; key += kKeyBlock) {
+      const int64_t count = std::min(kKeyBlock, rows.end - key);
+      block.units = (count + kUnit - 1) / kUnit;
+      std::copy_n(block.keys_ahead, kUnits, block.keys);
+      std::copy_n(block.values_ahead, kUnits, block.values);
+      find_units(rows, key + kKeyBlock, block.keys_ahead, block.values_ahead);
+      if (count % kUnit != 0) {
+        const Element*& last = block.values[block.units - 1];
+        copy_values(last, padded_, count % kUnit, work_.last_values);
+        last = work_.last_values;
+      }
+      products_.score(rows.query, rows.count, block, work_.scores);
+      hide_unseen(rows, key, block.units);
+      softmax(rows.count, state);
+      products_.add_values(work_.probabilities, work_.shrink, rows.count, block, state.out);
+    }
+  }
+
+  // Finds the units of the block that begins with `key`, up to the end of the keys.
+  void find_units(const Rows& rows, int64_t key, const Element** keys, const Element** values) const {
+    const Cache& cache = *a_.cache;
+    const Element* data = static_cast<const Element*>(cache.data);
+    const int32_t* table = a_.tables + rows.sequence * a_.table_width;
+    for (int64_t u = 0; u < kUnits && key < rows.end; ++u, key += kUnit) {
+      const int64_t at = (rows.kv_head * cache.block_size + key % cache.block_size) * padded_;
+      const int64_t block = table[key / cache.block_size];
+      keys[u] = data + cache.offset(a_.layer, 0, block) + at;
+      values[u] = data + cache.offset(a_.layer, 1, block) + at;
+    }
+  }
+
+  // Scores of the block that begins with `key` become -infinity for keys that a row does not see.
+  void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
+    const int64_t start = a_.starts[rows.sequence] + 1 - key, group = group_size(a_);
+    if (start + rows.first / group >= kKeyBlock && units == kUnits) return;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
+      for (int64_t u = std::max<int64_t>(visible, 0) / kUnit; u < kUnits; ++u) {
+        const int64_t left = visible - u * kUnit;
+        const Mask seen = left > 0 ? (1u << left) - 1 : 0;
+        float* score = work_.scores + r * kKeyBlock + u * kUnit;
+        store(score, select(seen, load(score), set1(-INFINITY)));
+      }
+    }
+  }
+
+  // Online softmax over one block, in powers of 2.
+  void softmax(int64_t rows, const SoftmaxState& state) {
+    const float scale = a_.scale * kLog2E;
+    const Floats16 factor = set1(scale);
+    alignas(64) float best[kQueryRows] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = work_.scores + r * kKeyBlock;
+      Floats16 top = load(row);
+      for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
+      best[r] = std::max(state.best[r], reduce_max(top) * scale);
+    }
+    for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
+      const Floats16 fresh = load(best + r), shrink = Products::power_of_2(sub(load(state.best + r), fresh));
+      store(work_.shrink + r, shrink);
+      store(state.best + r, fresh);
+      store(state.mass + r, mul(load(state.mass + r), shrink));
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = work_.scores + r * kKeyBlock;
+      const Floats16 least = set1(-best[r]);
+      Floats16 weights[kUnits];
+      for (int64_t u = 0; u < kUnits; ++u) weights[u] = Products::power_of_2(fma(load(row + u * kUnit), factor, least));
+      Products::store_weights(weights, work_.probabilities + r * kKeyBlock);
+      Floats16 sum = weights[0];
+      for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
+      state.mass[r] += reduce_add(sum);
+    }
+  }
+
+  const AttentionArgs& a_;
+  const Left* queries_;
+  const int64_t padded_;
+  Workspace& work_;
+  Products products_;  // last: AMX has its tiles in use from here on
+};
+
+// Attention of one call, on all threads.
+template <typename Products>
+static inline void run_attention(const AttentionArgs& a) {
+  using Left = typename Products::Left;
+  const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
+  Left* queries = static_cast<Left*>(scratch(kScratchQuery, static_cast<size_t>(elements) * sizeof(Left)));
+  Products::prepare(a, queries);
+  const Tasks tasks = make_tasks(a);
+  parallel_pieces(tasks.count, 1, [&](Pieces& pieces) {
+    Worker<Products> worker(a, queries);
+    for (int64_t begin, end; pieces.next(&begin, &end);)
+      for (int64_t t = begin; t < end; ++t) worker.run(tasks.list[t], tasks.partials);
+  });
+  merge_partials(a, tasks);
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

@@ -1,0 +1,69 @@
+// Attention cut into tasks: which rows of which sequences read which keys together.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace fd {
+
+// Keys are taken in blocks of 64 from position 0 for every query: the softmax of a row is updated in the same order in
+// a decode step and for every cut of a prompt into chunks. Keys behind the position of a row add exact zeros.
+constexpr int64_t kKeyBlock = 64;
+// Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
+constexpr int64_t kQueryRows = 32;
+
+// Keys of a partition; the first begins at position 0. The result of a row is that of its first partition, merged with
+// those of the others in order. Each partition is computed on its own, so one task for all of them gives the same bits
+// as one task each.
+constexpr int64_t kPartition = 1024;
+static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
+constexpr int32_t kAllPartitions = -1;
+
+// If `members` is above 1, the task has one decode token of each of so many neighbouring sequences, whose first
+// `shared` keys are the same blocks of the cache (choices that share a prompt). The task reads these keys only once.
+struct Task {
+  int32_t sequence, kv_head, first_row, rows, members, shared;
+  int32_t keys;       // number of keys that the last of its rows sees
+  int32_t partition;  // number of the partition, or kAllPartitions
+  int32_t partial;    // unless kAllPartitions: its first row in the partial results
+};
+
+// The softmax of each row over the keys so far: the best score, the sum of weights relative to it, and the weighted sum
+// of the values [Dp]. Rows are allocated in whole vectors of 16.
+struct SoftmaxState {
+  float *best, *mass, *out;
+
+  SoftmaxState from(int64_t row, int64_t padded) const { return {best + row, mass + row, out + row * padded}; }
+};
+
+static inline int64_t state_floats(int64_t rows, int64_t padded) { return rows * (2 + padded); }
+
+static inline SoftmaxState state_in(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+struct Tasks {
+  Task* list;
+  int64_t count;
+  SoftmaxState partials;  // of the tasks of one partition; null if there are none
+};
+
+// In scratch of the calling thread.
+Tasks make_tasks(const AttentionArgs& a);
+
+static inline int64_t group_size(const AttentionArgs& a) { return a.heads / a.cache->kv_heads; }
+
+// Rows of the query array [kv head][token * group + head of the group][Dp]: the rows of a task are contiguous, and
+// padding allows reads of whole 16-row tiles.
+static inline int64_t query_rows(const AttentionArgs& a) { return a.tokens * group_size(a) + kQueryRows; }
+
+static inline int64_t partitions(int64_t keys) { return (keys + kPartition - 1) / kPartition; }
+
+// Returns the end of the partition of `key`.
+static inline int64_t partition_end(int64_t key) { return (key / kPartition + 1) * kPartition; }
+
+// Returns the token of the r-th row of a task. Rows are (token, head of the group) pairs in order, over all members.
+static inline int64_t token_of(const AttentionArgs& a, const Task& task, int64_t r) {
+  return a.cu_tokens[task.sequence] + (task.first_row + r) / group_size(a);
+}
+
+}  // namespace fd
