@@ -21,6 +21,12 @@ SHAPES = [
 ]
 
 
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Return the type of the weights: int8 beside bfloat16, too."""
+    return request.param
+
+
 def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
@@ -84,7 +90,9 @@ def test_mlp_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n):
     actual = ops.mlp(paddle.to_tensor(x), ops.pack_linear(parts), ops.pack_linear([down]))
     gate_up, down = reference.pack_linear(parts), reference.pack_linear([down])
     expected = reference.mlp(rounded_like_a_left_operand(x, dtype), gate_up, down)
-    assert_close(actual, expected, 1e-5 if dtype == "float32" else 1e-2)  # the input of down is rounded to 8 bits
+    assert_close(
+        actual, expected, {"float32": 1e-5, "int8": 1e-4, "bfloat16": 1e-2}[dtype]
+    )  # the input of down is rounded
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (1, 2, 3)])
@@ -163,8 +171,10 @@ def test_embedding_returns_the_rows_of_the_packed_weight(ops, reference, rng, k,
     np.testing.assert_array_equal(actual.numpy(), reference.embedding(ids, reference.pack_linear([weight])).numpy())
 
 
-def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, rng):
-    size = 2 if ops.dtype == "bfloat16" else 4
+def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, dtype, rng):
+    size = {"float32": 4, "bfloat16": 2, "int8": 2 + 4 / 3 + 1 / 12}[
+        dtype
+    ]  # int8: 96 columns are 2 groups, with scales
     assert ops.pack_linear([random(rng, 160, 96)]).nbytes == 160 * 96 * size
     assert ops.pack_linear([random(rng, 160, 96)], [random(rng, 160)]).nbytes == 160 * 96 * size + 160 * 4
 
