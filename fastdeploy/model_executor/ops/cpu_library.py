@@ -48,6 +48,7 @@ SIGNATURES = {
     "fd_pack_rows": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
     "fd_stage": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
     "fd_apply_deltas": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_quantize": (c_int, [c_void_p, c_int64, c_void_p]),
     "fd_copy_rows": (c_int, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
@@ -201,8 +202,13 @@ class CpuLinear:
         self.out_features = out_features
         self.in_features = in_features
         self.with_bias = with_bias
-        self.nbytes = library.fd_weight_bytes(self.handle)
+        self._library = library
         _free_with(self, library.fd_free_weight, self.handle)
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self._library.fd_weight_bytes(self.handle)
+        return nbytes
 
 
 class CpuKVCache:
