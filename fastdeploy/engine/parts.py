@@ -23,8 +23,8 @@ from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.chunks import StepPacer
 from fastdeploy.scheduler.drafts import Drafter, NoDrafts
+from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
@@ -51,7 +51,8 @@ class EngineParts:
 
         kv = self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         memory = AdapterMemory(config.adapter_memory_mb << 20)
-        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
+        max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
+        pacer = StepPacer(config.max_num_batched_tokens, max_step_s)
         drafter = drafter or NoDrafts()
         scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, drafter, events)
 

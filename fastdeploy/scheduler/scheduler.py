@@ -22,8 +22,9 @@ from fastdeploy.core.request import (
 )
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.scheduler.chunks import RunnerSequences, StepPacer
+from fastdeploy.scheduler.chunks import RunnerSequences
 from fastdeploy.scheduler.drafts import Drafter, Speculation
+from fastdeploy.scheduler.pacer import PromptBudget, StepPacer
 from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
 
@@ -151,7 +152,8 @@ class Scheduler:
         prefills: dict[Request, ScheduledChunk] = {}
         copies: list[BlockCopy] = []
         decodes = self._plan_decodes()
-        budget = self._plan_prefills(prefills, self.pacer.budget(len(decodes)))
+        budget = self.pacer.budget(decodes)
+        self._plan_prefills(prefills, budget)
         self._plan_admissions(prefills, copies, budget)
         drafts = self.speculation.drafts(decodes, sum([chunk.count for chunk in prefills.values()]))
         chunks = {r: self._sequences.chunk(r, 1, drafts.get(r, ())) for r in decodes} | prefills
@@ -178,21 +180,20 @@ class Scheduler:
                 decodes[request] = None
         return list(decodes)
 
-    def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
+    def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: PromptBudget) -> None:
         for request in self.running:
-            missing = len(request.token_ids) - request.num_computed
-            if missing > 1:
-                if budget <= 0:
+            if len(request.token_ids) - request.num_computed > 1:
+                if not budget.admits(request):
                     break
-                chunks[request] = self._sequences.chunk(request, min(missing, budget))
-                budget -= chunks[request].count
-        return budget
+                chunks[request] = self._sequences.chunk(request, budget.take(request))
 
-    def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
+    def _plan_admissions(
+        self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: PromptBudget
+    ) -> None:
         started_only, with_adapters = self.gate is Gate.STARTED_ONLY, True
-        while budget > 0 and len(self.running) < self.max_num_seqs:
+        while len(self.running) < self.max_num_seqs:
             request = self.waiting.head(started_only, with_adapters)
-            if request is None or self._prompt_is_being_computed(request):
+            if request is None or self._prompt_is_being_computed(request) or not budget.admits(request):
                 return
             needs_adapter = request.scope.above is not None
             if needs_adapter and not self.adapters.has(request.model):
@@ -217,8 +218,7 @@ class Scheduler:
             if self._events.watched:
                 fields = {"cached_tokens": grant.hit_tokens, "computed_before": request.num_output_tokens}
                 self._events.add(EventKind.ADMITTED, request.name, **fields)
-            chunks[request] = self._sequences.chunk(request, min(request.num_tokens - request.num_computed, budget))
-            budget -= chunks[request].count
+            chunks[request] = self._sequences.chunk(request, budget.take(request))
 
     def _wait_for_adapter(self, request: Request) -> bool:
         """Set a request aside until its adapter is read. False, with nothing changed, if the adapter has no room."""
@@ -259,14 +259,12 @@ class Scheduler:
         self.kv.release_copied()
         now = time.time()
         tokens: list[NewTokens] = []
-        prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
             count = chunk.num_known
             if request.num_computed < request.computed_before:
                 self.num_recomputed += min(count, request.computed_before - request.num_computed)
             request.num_computed += count
-            prefill_tokens += count if count > 1 else 0
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
@@ -290,7 +288,8 @@ class Scheduler:
                 self._group_started(request)
             if new.ending is not None:
                 self.end(request, new.ending.reason, stop_reason=new.ending.stop_reason)
-        self.pacer.observe(prefill_tokens, result.elapsed_s)
+        if not result.prompt_logprobs:  # these cost more than other rows
+            self.pacer.observe(plan.chunks, result.elapsed_s)
         return tokens
 
     def _end_non_finite(self, request: Request, row: NonFinite, chunk: ScheduledChunk) -> None:

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <thread>
 #include <tuple>
@@ -254,6 +255,25 @@ void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop
     return stage_piece(bf16, items[piece.item], piece.first, piece.count);
   };
   work_off(pieces, stop, results, body, ahead.on_disk());
+}
+
+void quantize(Weight* const* weights, int64_t count, const int32_t* stop) {
+  std::vector<Piece> pieces;  // of column tiles
+  std::vector<StageResult> unused(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    Weight& w = *weights[i];
+    const int64_t step = std::max<int64_t>(1, kPieceBytes / (w.tile_elements() * 2));
+    if (w.int8 == nullptr)
+      w.int8 = static_cast<char*>(allocate_pages(static_cast<size_t>(w.tiles() * w.int8_tile_bytes())));
+    if (w.int8 == nullptr) throw std::bad_alloc();
+    for (int64_t tile = 0; tile < w.tiles(); tile += step)
+      pieces.push_back({i, tile, std::min(step, w.tiles() - tile)});
+  }
+  const auto kernel = current_isa() >= Isa::kAvx512 ? avx512::quantize_tile : avx2::quantize_tile;
+  work_off(pieces, stop, unused.data(), [&](const Piece& piece) {
+    for (int64_t tile = piece.first; tile < piece.first + piece.count; ++tile) kernel(*weights[piece.item], tile);
+    return StageResult{};
+  });
 }
 
 }  // namespace fd

@@ -74,6 +74,9 @@ void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop
 void apply_deltas(bool bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results);
 void copy_rows(Weight& target, const Weight& source, int64_t first, int64_t last);
 
+// Ops.quantize of ops/interface.py, of bfloat16 weights. Throws bad_alloc.
+void quantize(Weight* const* weights, int64_t count, const int32_t* stop);
+
 // The kernels of one instruction set. `values` are in the dtype of the ops, in row-major order, at any address.
 struct RowKernels {
   // Rounds `n` values of a source to nearest even.
