@@ -32,6 +32,7 @@ COMMON += ["-Wall", "-Wextra", "-pthread"]
 AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
 AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512_BF16 = ["-DFD_ISA=avx512_bf16", *AVX512[1:], "-mavx512bf16"]
+AVX512_VNNI = ["-DFD_ISA=avx512_vnni", *AVX512[1:], "-mavx512vnni"]
 AMX = ["-DFD_ISA=amx", *AVX512_BF16[1:], "-mamx-tile", "-mamx-bf16"]
 
 
@@ -48,14 +49,16 @@ class Unit(NamedTuple):
 
 # Files with kernels, once for each instruction set. All others are compiled once.
 ATTENTION = ("attention/attention.cc", "attention/prepare.cc")
-VECTOR = ("linear/linear.cc", *ATTENTION, "layer.cc", "weights/rows.cc", "sampling.cc")
+VECTOR = ("linear/linear.cc", *ATTENTION, "layer.cc", "weights/rows.cc", "weights/quantize.cc", "sampling.cc")
+INT8 = ("linear/linear_int8.cc",)
 TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", "layer.cc", "runtime/roofline_probes.cc")
 PAIRED = ("linear/linear_bf16.cc", "attention/attention.cc", "layer.cc", "runtime/probe_bf16.cc")
 FILES = sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cc"))
 UNITS = (
-    [Unit(name, []) for name in FILES if name not in (*VECTOR, *PAIRED, *TILED)]
+    [Unit(name, []) for name in FILES if name not in (*VECTOR, *PAIRED, *INT8, *TILED)]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
     + [Unit(name, AVX512_BF16) for name in PAIRED]
+    + [Unit(name, flags) for name in INT8 for flags in (AVX2, AVX512_VNNI)]
     + [Unit(name, AMX) for name in TILED]
 )
 

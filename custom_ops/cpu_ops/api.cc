@@ -75,7 +75,9 @@ void fd_free_scratch() {
 
 Weight* fd_new_weight(int bf16, int64_t n, int64_t k, int with_bias) { return new_weight(bf16, n, k, with_bias); }
 void fd_free_weight(Weight* w) { free_weight(w); }
-int64_t fd_weight_bytes(const Weight* w) { return w->bytes + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0); }
+int64_t fd_weight_bytes(const Weight* w) {
+  return w->bytes + w->int8_bytes() + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0);
+}
 
 int fd_pack_rows(Weight* w, const void* source, int source_bf16, int64_t first, int64_t n) {
   return guarded([&] { pack_rows(*w, source, source_bf16, first, n); });
@@ -91,6 +93,10 @@ int fd_apply_deltas(int bf16, const DeltaItem* items, int64_t count, const int32
 
 int fd_copy_rows(Weight* target, const Weight* source, int64_t first, int64_t last) {
   return guarded([&] { copy_rows(*target, *source, first, last); });
+}
+
+int fd_quantize(Weight* const* weights, int64_t count, const int32_t* stop) {
+  return guarded([&] { quantize(weights, count, stop); });
 }
 
 void fd_set_bias(Weight* w, const float* bias, int64_t first, int64_t n) {

@@ -7,6 +7,9 @@
 // float32 cache    a block has K [kv head][slot/16][Dp][16], then V [kv head][slot][Dp]
 // bfloat16 cache   a block has K [kv head][slot/16][Dp/2][16][2], then V [kv head][slot/2][Dp][2]
 //                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
+// int8 values      [ceil(N/16)][ceil(K/64)] groups of 1,088 bytes: 16 float32 scales, then [16 k quads][16 columns][4]
+//                  bytes, each 128 + value (weights/quantize.cc). Beside the values of a bfloat16 weight, from which
+//                  they are made.
 // adapters         A as a weight [rank][K]; B by column tile, float32 [rank][16], bfloat16 [rank / 2][16][2]
 #pragma once
 
@@ -14,8 +17,10 @@
 
 namespace fd {
 
-constexpr int64_t kColumns = 16;  // columns of a weight tile
-constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
+constexpr int64_t kColumns = 16;    // columns of a weight tile
+constexpr int64_t kDepth = 32;      // k of a bfloat16 tile
+constexpr int64_t kInt8Group = 64;  // k that share a scale
+constexpr int64_t kInt8GroupBytes = kColumns * 4 + kInt8Group * kColumns;
 
 // An immutable packed weight. Owns its pages and its bias, which is padded to whole tiles.
 struct Weight {
@@ -25,9 +30,13 @@ struct Weight {
   int64_t bytes;
   void* data;
   float* bias;  // null or [round_up(n, 16)]
+  char* int8;   // null, or the int8 values, which products use then
 
   int64_t tiles() const { return (n + kColumns - 1) / kColumns; }
   int64_t tile_elements() const { return k_padded * kColumns; }
+  int64_t groups() const { return (k + kInt8Group - 1) / kInt8Group; }
+  int64_t int8_tile_bytes() const { return groups() * kInt8GroupBytes; }
+  int64_t int8_bytes() const { return int8 == nullptr ? 0 : tiles() * int8_tile_bytes(); }
 };
 
 // The ranks that a column tile of a linear needs: [first, first + count), both even. Ranks of a projection that has no
@@ -62,6 +71,12 @@ struct LoraRows {
   int64_t linear;
 
   const Lora* of(int64_t row) const { return rows[row] < 0 ? nullptr : adapters[rows[row]][linear]; }
+};
+
+// The left operand of a linear: m rows of activations in the layout of its kernels. The data lie in a scratch slot.
+struct LinearInput {
+  const void* data;
+  int64_t m;
 };
 
 struct Cache {
@@ -153,6 +168,7 @@ FD_DECLARE_KERNELS(amx)          // bfloat16 only
 #define FD_DECLARE_VECTOR_KERNELS(isa)                                                                            \
   namespace isa {                                                                                                 \
   void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                     \
+  void quantize_tile(const Weight& w, int64_t tile);                                                              \
   void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
   void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,   \
               const float* top_p, const float* min_p, const double* uniform, int32_t* out);                       \

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "linear/linear.h"
+#include "linear/linear_int8.h"
 #include "runtime/thread_pool.h"
 
 namespace fd {
@@ -41,21 +42,32 @@ const int32_t* pick_adapters(const int32_t* adapters, const int64_t* rows, int64
   return picked;
 }
 
+// The functions of linear.h, or of linear_int8.h for a weight with int8 values. All linears of a block have them, or
+// none has.
+LinearInput input_of(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
+  return (w.int8 == nullptr ? make_linear_input : int8_linears().make_input)(slot, x, norm, eps, m, w);
+}
+
+void product(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
+  (w.int8 == nullptr ? multiply : int8_linears().multiply)(input, w, loras, out, accumulate);
+}
+
 // multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
 // combined.
-LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
-                               const Weight& next) {
+LinearInput gated_product(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
+                          const Weight& next) {
   const int64_t half = w.n / 2;
-  if (half % kColumns == 0) return multiply_gated(slot, input, w, loras, next);
+  if (half % kColumns == 0)
+    return (w.int8 == nullptr ? multiply_gated : int8_linears().multiply_gated)(slot, input, w, loras, next);
   float* both = floats(kScratchGateUp, input.m * w.n);
-  multiply(input, w, loras, both, false);
+  product(input, w, loras, both, false);
   for (int64_t r = 0; r < input.m; ++r)
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
       const float *gate = both + r * w.n + i, *up = gate + half;
       store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // after all reads
     }
-  return make_linear_input(slot, both, nullptr, 0, input.m, next);
+  return input_of(slot, both, nullptr, 0, input.m, next);
 }
 
 // The adapters of the second linear of a block.
@@ -69,8 +81,8 @@ void attention_block(const AttentionBlock& block, StepState& step) {
   const int64_t hidden = block.qkv->k, width = block.o->k;
   float* qkv = floats(kScratchQkv, step.m * block.qkv->n);
   float* attended = floats(kScratchAttended, step.m * width);
-  multiply(make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
-           step.loras, qkv, false);
+  product(input_of(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
+          step.loras, qkv, false);
   attention({step.batch, block.attention, step.cache, qkv, attended});
   if (step.rows != nullptr) {
     step.m = step.num_rows;
@@ -79,17 +91,16 @@ void attention_block(const AttentionBlock& block, StepState& step) {
     if (step.loras.rows != nullptr) step.loras.rows = pick_adapters(step.loras.rows, step.rows, step.m);
   }
   if (step.m == 0) return;
-  const LinearInput input = make_linear_input(kScratchInput, attended, nullptr, 0, step.m, *block.o);
-  multiply(input, *block.o, second(step.loras), step.residual, true);
+  const LinearInput input = input_of(kScratchInput, attended, nullptr, 0, step.m, *block.o);
+  product(input, *block.o, second(step.loras), step.residual, true);
 }
 
 // residual += down(silu(gate(norm(residual))) * up(norm(residual))).
 void mlp_block(const MlpBlock& block, const StepState& step) {
   if (step.m == 0) return;
-  const LinearInput input =
-      make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);
-  const LinearInput inner = multiply_any_gated(kScratchInner, input, *block.gate_up, step.loras, *block.down);
-  multiply(inner, *block.down, second(step.loras), step.residual, true);
+  const LinearInput input = input_of(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);
+  const LinearInput inner = gated_product(kScratchInner, input, *block.gate_up, step.loras, *block.down);
+  product(inner, *block.down, second(step.loras), step.residual, true);
 }
 
 }  // namespace
@@ -106,12 +117,12 @@ int64_t block_bytes(int64_t kind) {
 
 void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras,
             float* out) {
-  multiply(make_linear_input(kScratchInput, x, norm, eps, m, w), w, loras, out, false);
+  product(input_of(kScratchInput, x, norm, eps, m, w), w, loras, out, false);
 }
 
 void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
-  const LinearInput input = make_linear_input(kScratchInput, x, nullptr, 0, m, gate_up);
-  multiply(multiply_any_gated(kScratchInner, input, gate_up, {}, down), down, {}, out, false);
+  const LinearInput input = input_of(kScratchInput, x, nullptr, 0, m, gate_up);
+  product(gated_product(kScratchInner, input, gate_up, {}, down), down, {}, out, false);
 }
 
 }  // namespace FD_ISA

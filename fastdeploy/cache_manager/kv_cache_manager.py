@@ -255,9 +255,9 @@ class KVCacheManager:
             return []
         return self.index.lookup(_namespace(request), request.token_ids)
 
-    def grow(self, request: Request) -> bool:
-        """Take blocks for every known token. False, with nothing taken, if there is no room."""
-        missing = -(-len(request.token_ids) // self.block_size) - len(request.blocks)
+    def grow(self, request: Request, drafts: int = 0) -> bool:
+        """Take blocks for every known token and for ``drafts`` more. False, with nothing taken, if there is no room."""
+        missing = -(-(len(request.token_ids) + drafts) // self.block_size) - len(request.blocks)
         if missing <= 0:
             return True
         fresh = self.pool.allocate(missing)

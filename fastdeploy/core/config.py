@@ -24,6 +24,7 @@ MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
 and KV cache and 1 GiB are free, kept while 1 GiB is free"""
+MAX_STEP = "time that a step with prefill may take (1.5 steps of the requests that ran before; else 250)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -65,12 +66,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_model_len: Annotated[int | None, _engine("tokens of prompt and output together (the checkpoint's)")] = None
     max_num_seqs: Annotated[int, _engine("sequences per step")] = 32
     max_num_batched_tokens: Annotated[int, _engine("tokens per step")] = 2048
-    max_step_ms: Annotated[float, _engine("time that a step with prefill should not pass")] = 250.0
+    max_step_ms: Annotated[float | None, _engine(MAX_STEP)] = None
     max_waiting: Annotated[int, _engine("choices that may wait, then 429")] = 16384
     block_size: Annotated[int, _engine("tokens per KV block")] = 16
     num_gpu_blocks_override: Annotated[int | None, _engine("KV blocks (from --kv-cache-gb, or the free memory)")] = None
     kv_cache_gb: Annotated[float | None, _engine("memory for the KV cache in GiB")] = None
     enable_prefix_caching: Annotated[bool, _engine("reuse the KV of equal prompt beginnings")] = True
+    enable_speculative_decoding: Annotated[bool, _engine("verify tokens that recent text predicts")] = True
     max_retained: Annotated[int, _engine("results kept for retain_s")] = 4096
     max_retained_mb: Annotated[int, _engine("MiB of such results, those of running requests included")] = 1024
     trace: Annotated[str, _engine("file for a trace; one that exists is kept, and NAME.2.json is written")] = ""

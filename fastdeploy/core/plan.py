@@ -32,15 +32,17 @@ class NewSequence(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
-    """What a step computes of one sequence: ``count`` tokens, at positions start, start+1, ...
+    """What a step computes of one sequence: ``count`` tokens, at positions start, start+1, ... The last ``drafted`` of
+    them are drafts: guesses of the tokens that the step is about to draw, which the step verifies.
 
     sequence: a small number. The runner keeps the tokens and the block table of each number, until a chunk with ``new``
     gives the number to another sequence.
-    sample: draw the next token, at position ``start + count``, from the logits of the last row. Such a chunk reaches
-    the end of the known tokens.
+    sample: draw the next token from the logits of the last known token. Such a chunk reaches the end of the known
+    tokens. While a drawn token equals the draft at its position, draw the one behind it too.
     served: the weights that compute the chunk.
-    token_ids: the tokens that the runner does not have yet. For a new sequence: all known tokens, from position 0. For
-    others: the token at position ``start``, which the step before has drawn, or none.
+    token_ids: the tokens that the runner does not have yet. For a new sequence: all known tokens, from position 0, and
+    the drafts. For others: the token at position ``start``, which the step before has drawn, or none, and the drafts;
+    the last of them is at position ``start + count - 1``.
     blocks: the KV block ids that the runner does not have yet; they continue the block table. Position p is stored in
     block_table[p // block_size], at ``p % block_size``.
     new: set in the first chunk of a sequence, and after the sequence has lost its KV.
@@ -57,6 +59,12 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     blocks: list[int]
     new: NewSequence | None = None
     prompt_logprobs: int = 0
+    drafted: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that the chunk computes, without drafts. 1 for a sequence that only waits for its next token."""
+        return self.count - self.drafted
 
 
 class BlockCopy(NamedTuple):
@@ -75,13 +83,16 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Tokens that the step computes, drafts included."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
-    """The tokens that a step has drawn for one sequence, at least one. logprobs: one for each token, or none unless the
-    sequence asks for logprobs."""
+    """The tokens that a step has drawn for one sequence: the drafts that were right, and one more. logprobs: one for
+    each token, or none unless the sequence asks for logprobs.
+
+    No token follows a row of logits that is not finite. So a step with drafts draws fewer tokens then, and the next
+    step finds the row."""
 
     token_ids: list[int]
     logprobs: Sequence[Logprob] = ()

@@ -35,6 +35,7 @@ from fastdeploy.engine.views.viewers import Viewers, add_gauges, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import NonFiniteWatch
+from fastdeploy.scheduler.drafts import Drafter
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -79,7 +80,7 @@ class Inbox:
 class CommonEngine:
     """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
     for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
-    the requests with retain_s; None = there is no next engine.
+    the requests with retain_s; None = there is no next engine. drafter: guesses tokens; None = as the config says.
 
     events: gets all that happens, for those who look."""
 
@@ -93,13 +94,14 @@ class CommonEngine:
         clock: Callable[[], float] = time.monotonic,
         runs: Callable[[int], bool] = process_runs,
         retained_log: RetainedLog | None = None,
+        drafter: Drafter | None = None,
     ):
         info = self.info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
         self.config, self.boot_id = config, boot_id or uuid.uuid4().hex
         self._runner, self._transport, self._clock = runner, transport, clock
         self._parts = parts = EngineParts(
-            config, runner, transport, self.boot_id, on_commit, clock, runs, retained_log or RetainedLog()
+            config, runner, transport, self.boot_id, on_commit, clock, runs, retained_log or RetainedLog(), drafter
         )
         self.events, self.metrics, self.scheduler, self.kv = parts.events, parts.metrics, parts.scheduler, parts.kv
         self.retention, self.delivery, self.lifecycle = parts.retention, parts.delivery, parts.lifecycle

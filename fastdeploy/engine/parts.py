@@ -23,7 +23,9 @@ from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.chunks import StepPacer
+from fastdeploy.scheduler.drafts import Drafter, NoDrafts
+from fastdeploy.scheduler.ngram_drafter import NgramDrafter
+from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
 
@@ -41,6 +43,7 @@ class EngineParts:
         clock: Callable[[], float],
         runs: Callable[[int], bool],
         retained_log: RetainedLog,
+        drafter: Drafter | None,
     ):
         info, wake, timeout_s = runner.info, transport.wake, config.stage_timeout_s
         self.runner = runner
@@ -49,8 +52,11 @@ class EngineParts:
 
         kv = self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         memory = AdapterMemory(config.adapter_memory_mb << 20)
-        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-        scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, events)
+        max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
+        pacer = StepPacer(config.max_num_batched_tokens, max_step_s)
+        if drafter is None:
+            drafter = NgramDrafter(pacer.cost.cost) if config.enable_speculative_decoding else NoDrafts()
+        scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, drafter, events)
 
         retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         delivery = self.delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)

@@ -108,7 +108,7 @@ def serve(
         retained_log=RetainedLog(ipc_dir.retained_log(socket_dir)),
     )
     lifeline.stop = engine.stop
-    engine.scheduler.pacer.warm_up(runner)
+    engine.scheduler.pacer.warm_up(runner, config.max_num_seqs)
     collect_rarely()
     events.send("ready", boot_id=boot_id, fleet_endpoint=transport.fleet_endpoint)
     try:

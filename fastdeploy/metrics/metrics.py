@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -58,6 +58,16 @@ class _Series(Collector):
         yield family
 
 
+class _Count(Collector):
+    """A counter whose value is kept elsewhere. See ``EngineMetrics.add_counter``."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], float]):
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self._name, self._text, self._read())
+
+
 class EngineMetrics:
     """The metrics of one engine, in a registry of its own."""
 
@@ -97,7 +107,8 @@ class EngineMetrics:
         count = sum([len(new.token_ids) for new in step])
         self.num_tokens += count
         self.tokens.inc(count)
-        self.tpot.observe([new.gap_s for new in step if not new.first])
+        gaps = [(new.gap_s, len(new.token_ids)) for new in step if not new.first]
+        self.tpot.observe([gap_s / n for gap_s, n in gaps for _ in range(n)])
         self.ttft.observe([new.gap_s for new in step if new.first])
 
     def observe_ended(self, requests: list[Request], now: float) -> None:
@@ -112,6 +123,10 @@ class EngineMetrics:
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a figure that each scrape gets from ``read``."""
         Gauge(f"fastdeploy:{name}", text, registry=self.registry).set_function(read)
+
+    def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a count since the start, whose name ends with ``_total`` in a scrape, which gets it from ``read``."""
+        self.registry.register(_Count(f"fastdeploy:{name}", text, read))
 
     def add_flags(self, name: str, text: str, label: str, values: Iterable[str], read: Callable[[str], bool]) -> None:
         """Add a figure of 0 or 1 for each of ``values``, which are the values of ``label``."""

@@ -22,7 +22,9 @@ from fastdeploy.core.request import (
 )
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.scheduler.chunks import RunnerSequences, StepPacer
+from fastdeploy.scheduler.chunks import RunnerSequences
+from fastdeploy.scheduler.drafts import Drafter, Speculation
+from fastdeploy.scheduler.pacer import PromptBudget, StepPacer
 from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
 
@@ -32,8 +34,8 @@ class Scheduler:
 
     gate: of the whole engine. While it is closed, requests stay where they are. running: sorted by order. frozen:
     requests whose own scope was closed while they ran. A frozen request takes no place in the batch, and keeps its KV
-    until another request needs the room. in_flight: the request of each chunk of the plan that runs. events: gets all
-    events of requests.
+    until another request needs the room. in_flight: the request of each chunk of the plan that runs. drafter: guesses
+    tokens, which change the speed only. events: gets all events of requests.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Scheduler:
         pacer: StepPacer,
         kv: KVCacheManager,
         adapters: AdapterMemory,
+        drafter: Drafter,
         events: EventLog,
     ):
         self.info = info
@@ -50,6 +53,7 @@ class Scheduler:
         self.pacer = pacer
         self.kv = kv
         self.adapters = adapters
+        self.speculation = Speculation(drafter, kv, pacer.max_tokens)
         self.gate = Gate.OPEN
         self.waiting = WaitingQueue()
         self.adapter_room = AdapterRoom(adapters, self.waiting)
@@ -87,6 +91,7 @@ class Scheduler:
                 self.adapters.leave(request.model)
         else:
             self.waiting.remove(request)
+        self.speculation.ended(request)
         request.advance(RequestEvent.END)
         request.finish_reason, request.message, request.stop_reason = reason, message, stop_reason
         self.ended.append(request)
@@ -144,11 +149,14 @@ class Scheduler:
         the plan are grouped by adapter, those of the base model first."""
         if not self.has_work:
             return None
-        chunks: dict[Request, ScheduledChunk] = {}
+        prefills: dict[Request, ScheduledChunk] = {}
         copies: list[BlockCopy] = []
-        self._plan_decodes(chunks)
-        budget = self._plan_prefills(chunks, self.pacer.budget(len(chunks)))
-        self._plan_admissions(chunks, copies, budget)
+        decodes = self._plan_decodes()
+        budget = self.pacer.budget(decodes)
+        self._plan_prefills(prefills, budget)
+        self._plan_admissions(prefills, copies, budget)
+        drafts = self.speculation.drafts(decodes, sum([chunk.count for chunk in prefills.values()]))
+        chunks = {r: self._sequences.chunk(r, 1, drafts.get(r, ())) for r in decodes} | prefills
         if not chunks:
             return None
         if self.adapters.num_users:
@@ -157,34 +165,35 @@ class Scheduler:
         self.in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
 
-    def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
-        new_chunk = self._sequences.chunk
+    def _plan_decodes(self) -> list[Request]:
+        """Return the running requests that need one token, with KV for that token."""
+        decodes: dict[Request, None] = {}
         for request in self.running[:]:
             if len(request.token_ids) - request.num_computed != 1 or request.state is not RequestState.RUNNING:
                 continue
             while not self.kv.grow(request):
                 victim = self._preempt(self.frozen or self.running)
-                chunks.pop(victim, None)
+                decodes.pop(victim, None)
                 if victim is request:
                     break
             else:
-                chunks[request] = new_chunk(request, 1)
+                decodes[request] = None
+        return list(decodes)
 
-    def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
+    def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: PromptBudget) -> None:
         for request in self.running:
-            missing = len(request.token_ids) - request.num_computed
-            if missing > 1 and request not in chunks:
-                if budget <= 0:
+            if len(request.token_ids) - request.num_computed > 1:
+                if not budget.admits(request):
                     break
-                chunks[request] = self._sequences.chunk(request, min(missing, budget))
-                budget -= chunks[request].count
-        return budget
+                chunks[request] = self._sequences.chunk(request, budget.take(request))
 
-    def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
+    def _plan_admissions(
+        self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: PromptBudget
+    ) -> None:
         started_only, with_adapters = self.gate is Gate.STARTED_ONLY, True
-        while budget > 0 and len(self.running) < self.max_num_seqs:
+        while len(self.running) < self.max_num_seqs:
             request = self.waiting.head(started_only, with_adapters)
-            if request is None or self._prompt_is_being_computed(request):
+            if request is None or self._prompt_is_being_computed(request) or not budget.admits(request):
                 return
             needs_adapter = request.scope.above is not None
             if needs_adapter and not self.adapters.has(request.model):
@@ -209,8 +218,7 @@ class Scheduler:
             if self._events.watched:
                 fields = {"cached_tokens": grant.hit_tokens, "computed_before": request.num_output_tokens}
                 self._events.add(EventKind.ADMITTED, request.name, **fields)
-            chunks[request] = self._sequences.chunk(request, min(request.num_tokens - request.num_computed, budget))
-            budget -= chunks[request].count
+            chunks[request] = self._sequences.chunk(request, budget.take(request))
 
     def _wait_for_adapter(self, request: Request) -> bool:
         """Set a request aside until its adapter is read. False, with nothing changed, if the adapter has no room."""
@@ -251,15 +259,12 @@ class Scheduler:
         self.kv.release_copied()
         now = time.time()
         tokens: list[NewTokens] = []
-        prefill_tokens = 0
         in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
-            count = chunk.count
+            count = chunk.num_known
             if request.num_computed < request.computed_before:
                 self.num_recomputed += min(count, request.computed_before - request.num_computed)
             request.num_computed += count
-            prefill_tokens += count if count > 1 else 0
-            self.kv.publish(request)
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else None
             if isinstance(of_prompt, NonFinite):
                 self._end_non_finite(request, of_prompt, chunk)
@@ -270,16 +275,21 @@ class Scheduler:
             if of_prompt is not None:
                 request.prompt_logprobs += of_prompt
             if sampled is None:
+                self.kv.publish(request)
                 continue
             if self._prefilling and self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
             new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
             tokens.append(new)
+            if chunk.drafted:
+                self.speculation.verified(new, chunk.drafted)
+            self.kv.publish(request)
             if not request.group.started:
                 self._group_started(request)
             if new.ending is not None:
                 self.end(request, new.ending.reason, stop_reason=new.ending.stop_reason)
-        self.pacer.observe(prefill_tokens, result.elapsed_s)
+        if not result.prompt_logprobs:  # these cost more than other rows
+            self.pacer.observe(plan.chunks, result.elapsed_s)
         return tokens
 
     def _end_non_finite(self, request: Request, row: NonFinite, chunk: ScheduledChunk) -> None:

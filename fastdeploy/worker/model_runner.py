@@ -284,11 +284,11 @@ class ModelRunner:
         """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch, numbers = self._sequences.batch(chunks)
         [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
-        last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
+        drawn_rows, counts = _drawn_rows(chunks, batch.cu_tokens, sampling)
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
         of_prompts: dict[int, list[Logprob] | NonFinite] = {}
         spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
-        rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
+        rows = np.unique(np.concatenate([drawn_rows, *spans])) if asking else drawn_rows  # ascending
         weights, cache = self.weights, self.cache
         assert weights is not None and cache is not None
         adapters = self._adapters.rows_of(chunks, batch.cu_tokens)
@@ -297,12 +297,13 @@ class ModelRunner:
             first = int(np.searchsorted(rows, span[0]))
             of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers, picked(adapters, span))
         if asking and len(sampling):
-            hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
+            hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, drawn_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
         if len(sampling):
-            logits = self.model.logits(weights, hidden, picked(adapters, last_rows))
-            positions = batch.positions[last_rows].astype(np.int64) + 1
-            drawn = self._sampler.sample(logits, self._sequences.draws(numbers[sampling], positions))
+            logits = self.model.logits(weights, hidden, picked(adapters, drawn_rows))
+            positions = batch.positions[drawn_rows].astype(np.int64) + 1
+            drawing = numbers[sampling] if counts is None else numbers[sampling].repeat(counts)
+            drawn = self._sampler.sample(logits, self._sequences.draws(drawing, positions, counts))
             for i, one in zip(sampling.tolist(), drawn, strict=True):
                 result[i] = one
         return result, of_prompts
@@ -333,6 +334,19 @@ class ModelRunner:
             if between_slices is not None:
                 between_slices()
         return found
+
+
+def _drawn_rows(
+    chunks: list[ScheduledChunk], cu_tokens: np.ndarray, sampling: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the token rows whose logits are drawn from, int64 ascending, and how many of them each of the chunks
+    ``sampling`` has: the last known token, and its drafts. None = one each."""
+    last = cu_tokens[1:][sampling].astype(np.int64) - 1
+    drafted = np.array([chunks[i].drafted for i in sampling.tolist()], np.int64)
+    if not drafted.any():
+        return last, None
+    counts = drafted + 1
+    return np.arange(counts.sum()) + (last + 1 - counts.cumsum()).repeat(counts), counts
 
 
 class _StepGivenUp(Exception):

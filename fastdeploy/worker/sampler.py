@@ -59,9 +59,10 @@ class Sampler:
         self._rows = _Rows([])
 
     def sample(self, logits: paddle.Tensor, draws: Draws) -> list[Sampled | NonFinite]:
-        """Draw one token from each row of logits [R, V], which may be overwritten. Logprobs are in the mode that the
-        row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its logprob is not a
-        number."""
+        """Draw one token from each row of logits [R, V], which may be overwritten. Returns the tokens of each sequence:
+        those of its rows up to the first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The
+        result is NonFinite if no token can be drawn from the first row of a sequence, or if the logprob there is not a
+        number. Such a later row counts as one behind a wrong draft."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
         banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
         touched = rows.penalised or banned
@@ -72,19 +73,39 @@ class Sampler:
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
         ]
+        reached = draws.reached(token_ids)
         for mode, asking in rows.by_mode.items():
-            drawn = [i for i in asking if token_ids[i] >= 0]
+            drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
             of_mode = logits if mode == PROCESSED else raw
             logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled([token], [logprob])
-        return sampled
+        return sampled if draws.counts is None else _joined(sampled, reached, draws.counts)
 
     def _rows_of(self, sequences: list[NewSequence]) -> _Rows:
         if sequences != self._rows.sequences:
             self._rows = _Rows(sequences)
         return self._rows
+
+
+def _joined(rows: list[Sampled | NonFinite], reached: np.ndarray, counts: np.ndarray) -> list[Sampled | NonFinite]:
+    """Return the result of each sequence. rows: the result of each of its rows. reached: see ``Draws``."""
+    joined = []
+    ends = counts.cumsum().tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        first = rows[start]
+        if end - start > 1 and isinstance(first, Sampled):
+            token_ids, logprobs = [*first.token_ids], [*first.logprobs]
+            for row in range(start + 1, end):
+                more = rows[row]
+                if not reached[row] or isinstance(more, NonFinite):
+                    break
+                token_ids += more.token_ids
+                logprobs += more.logprobs
+            first = Sampled(token_ids, logprobs)
+        joined.append(first)
+    return joined
 
 
 def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:

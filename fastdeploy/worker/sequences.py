@@ -14,15 +14,30 @@ from fastdeploy.model_executor.ops.interface import AdapterRows, AttentionBatch,
 
 
 class Draws(NamedTuple):
-    """The sequences that draw a token in this step, one for each row of logits.
+    """The rows of logits that a token is drawn from in this step, in the order of the batch, and the sequence of each.
 
     positions int64 [R]: of the tokens to be drawn. The tokens before them are tokens[numbers[r], :positions[r]].
+    counts int64: the rows of each sequence, one and its drafts; None = one row each. The draft that a row verifies is
+    tokens[numbers[r], positions[r]]; the last row of a sequence verifies none.
     """
 
     sequences: list[NewSequence]
     positions: np.ndarray
     tokens: np.ndarray
     numbers: np.ndarray
+    counts: np.ndarray | None = None
+
+    def reached(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return whether all drafts before a row are right, bool [R]. token_ids [R]: the tokens drawn from the rows."""
+        reached = np.ones(len(token_ids), bool)
+        if self.counts is None:
+            return reached
+        at = np.minimum(self.positions, self.tokens.shape[1] - 1)  # the last row of a sequence may be at the end
+        wrong = (self.tokens[self.numbers, at] != token_ids).nonzero()[0]
+        ends = self.counts.cumsum()
+        for row, end in zip(wrong.tolist(), ends[ends.searchsorted(wrong, "right")].tolist(), strict=True):
+            reached[row + 1 : end] = False
+        return reached
 
 
 class Batch(NamedTuple):
@@ -50,7 +65,8 @@ class Sequences:
             if chunk.new is not None or chunk.blocks:
                 self._store(chunk)
             elif chunk.token_ids:
-                self.tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
+                end = chunk.start + chunk.count
+                self.tokens[chunk.sequence, end - len(chunk.token_ids) : end] = chunk.token_ids
         numbers = np.array([chunk.sequence for chunk in chunks])
         lengths = np.array([chunk.count for chunk in chunks], np.int32)
         starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -66,9 +82,9 @@ class Sequences:
             rows = numbers.repeat(lengths)
         return Batch(self.tokens[rows, positions], AttentionBatch(cu_tokens, starts, tables, positions), numbers)
 
-    def draws(self, numbers: np.ndarray, positions: np.ndarray) -> Draws:
-        """Return the sampler's input for tokens at ``positions``."""
-        return Draws([self._known[number] for number in numbers.tolist()], positions, self.tokens, numbers)
+    def draws(self, numbers: np.ndarray, positions: np.ndarray, counts: np.ndarray | None) -> Draws:
+        """Return the sampler's input for rows of these sequences. positions, counts: see ``Draws``."""
+        return Draws([self._known[number] for number in numbers.tolist()], positions, self.tokens, numbers, counts)
 
     def known(self, number: int) -> NewSequence:
         """Return the settings of the sequence ``number``."""
@@ -93,7 +109,7 @@ class Sequences:
             self._blocks = _grown(self._blocks, (number + 1, width))
             self.tokens = _grown(self.tokens, (number + 1, width * self._block_size))
         self._blocks[number, at:end] = chunk.blocks
-        first = 0 if chunk.new is not None else chunk.start
+        first = 0 if chunk.new is not None else chunk.start + chunk.count - len(chunk.token_ids)
         self.tokens[number, first : first + len(chunk.token_ids)] = chunk.token_ids
 
 

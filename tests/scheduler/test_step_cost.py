@@ -20,7 +20,7 @@ def learned(seconds, rows, times: int = 1) -> StepCost:
     cost = StepCost()
     for _ in range(times):
         for count in rows:
-            cost.observe(count, seconds(count))
+            cost.observe(seconds(count), count)
     return cost
 
 
@@ -51,27 +51,24 @@ def test_nothing_observed_costs_nothing():
 def test_a_single_slow_step_is_forgotten_in_some_ten_steps():
     seconds = machine(0.02, 0.001)
     cost = learned(seconds, [8, 32], times=20)
-    cost.observe(32, 100.0)
-    assert cost.cost(32) < 1.3 * seconds(32)
+    cost.observe(100.0, 32)
+    assert cost.cost(32) < 1.35 * seconds(32)
     for _ in range(12):
-        cost.observe(32, seconds(32))
+        cost.observe(seconds(32), 32)
     assert cost.cost(32) == pytest.approx(seconds(32), rel=0.05)
     assert cost.cost(8) == pytest.approx(seconds(8), rel=0.05)
 
 
-def test_a_slow_minute_hardly_changes_the_ratio_of_two_costs():
-    """Steps of 32 rows only, three times as slow for 200 steps: those of 8 rows are expected to be slower too."""
+def test_a_slow_step_does_not_make_its_neighbours_too_dear_to_be_tried():
+    """A step of 16 rows that was slow in the warm-up: those of 9 to 15 rows are tried, and correct it."""
     seconds = machine(0.02, 0.001)
-    cost = learned(seconds, [8, 32], times=40)
-    before = cost.cost(32) / cost.cost(8)
-    for _ in range(200):
-        cost.observe(32, 3 * seconds(32))
-    assert cost.cost(32) == pytest.approx(3 * seconds(32), rel=0.05)
-    assert cost.cost(32) / cost.cost(8) < 1.4 * before
-    for _ in range(50):
-        cost.observe(32, seconds(32))
-        cost.observe(8, seconds(8))
-    assert cost.cost(32) / cost.cost(8) == pytest.approx(before, rel=0.05)
+    cost = learned(seconds, [1, 8])
+    cost.observe(10.0, 16)
+    cost.observe(10.0, 32)
+    for _ in range(60):
+        rows = 8 + cost.most(1.5 * cost.cost(8), 8, 0, 0.0, 0, 1000)
+        cost.observe(seconds(rows), rows)
+    assert 24 <= rows <= 32
 
 
 def test_the_cost_follows_a_machine_that_has_changed_for_good():
@@ -79,7 +76,7 @@ def test_the_cost_follows_a_machine_that_has_changed_for_good():
     other = machine(0.06, 0.0005)
     for _ in range(200):
         for rows in (8, 32, 128):
-            cost.observe(rows, other(rows))
+            cost.observe(other(rows), rows)
     for rows in (8, 32, 128):
         assert cost.cost(rows) == pytest.approx(other(rows), rel=0.05)
 
@@ -89,29 +86,31 @@ def test_noise_averages_out():
     cost = StepCost()
     for _ in range(500):
         rows = noise.randrange(1, 300)
-        cost.observe(rows, seconds(rows) * noise.uniform(0.8, 1.25))
+        cost.observe(seconds(rows) * noise.uniform(0.8, 1.25), rows)
     for rows in (1, 20, 100, 250):
-        assert cost.cost(rows) == pytest.approx(seconds(rows), rel=0.15)
+        assert cost.cost(rows) == pytest.approx(seconds(rows), rel=0.2)
 
 
-def test_attention_costs_by_the_keys():
+def test_attention_costs_by_the_keys_and_logits_by_the_sampled_rows():
     cost = learned(machine(0.02, 0.001), [1, 32, 64])
     assert cost.cost(32, keys=1000.0) == cost.cost(32)
-    cost.learn_attention(0.033 + 0.01, 32, 100_000.0)
+    cost.key_s, cost.sampled_s = 1e-7, 0.0005
     assert cost.cost(64, keys=200_000.0) == pytest.approx(0.065 + 0.02)
-    cost.learn_attention(0.001, 32, 100_000.0)  # noise
-    assert cost.key_s == 0.0
+    assert cost.cost(64, sampled=64) == pytest.approx(0.065 + 0.032)
+    for _ in range(100):
+        cost.observe(0.065 + 0.02, 64, keys=200_000.0)
+    assert cost.cost(64) == pytest.approx(0.065)
 
 
 @given(machines, st.integers(0, 64), st.integers(0, 3000), st.floats(0.0, 0.5))
 def test_the_most_tokens_are_those_that_just_fit(seconds, rows, start, limit_s):
     cost = learned(seconds, [2**i for i in range(12)])
-    cost.learn_attention(2 * seconds(32), 32, 100_000.0)
+    cost.key_s, cost.sampled_s = seconds(32) / 100_000.0, seconds(32) / 100
 
     def fits(count: int) -> bool:
-        return cost.cost(rows + count, chunk_keys(start, count)) <= limit_s
+        return cost.cost(rows + count, rows, chunk_keys(start, count)) <= limit_s
 
-    most = cost.most(lambda seconds: seconds <= limit_s, rows, 0.0, start, limit=500)
+    most = cost.most(limit_s, rows, rows, 0.0, start, 500)
     assert most == 0 or fits(most)
     assert most == 500 or not fits(most + 1)
 

@@ -288,7 +288,10 @@ class FakeRunner:
         if chunk.new is not None:
             self._known[chunk.sequence] = Known(chunk.new)
         known = self._known[chunk.sequence]
-        known.tokens += chunk.token_ids
+        first = 0 if chunk.new is not None else chunk.start + chunk.count - len(chunk.token_ids)
+        if chunk.token_ids or chunk.sample:  # the drafts of the step before are no tokens
+            assert first <= len(known.tokens), "a token is missing"
+            known.tokens[first:] = chunk.token_ids
         known.blocks += chunk.blocks
         return known
 
@@ -307,10 +310,9 @@ class FakeRunner:
         size, tokens, blocks, key = self.info.block_size, known.tokens, known.blocks, known.new.key
         number, end = chunk.served.adapter, chunk.start + chunk.count
         adapters = self._adapters_of_kv(chunk, key)
-        assert chunk.count and end <= len(tokens)
+        assert chunk.num_known and end <= len(tokens) and (chunk.sample or not chunk.drafted)
         if chunk.start != self._end.get(key):
             self.mixed_ok.discard(key)
-        self._end[key] = end
         for position in range(chunk.start):
             slot = self.slots[blocks[position // size]][position % size]
             assert slot is not None, f"{key}: position {position} was never computed"
@@ -324,14 +326,31 @@ class FakeRunner:
             self.slots[blocks[position // size]][position % size] = slot
         self.computed_tokens += chunk.count
         assert chunk.sample == (end == len(tokens))
+        self._end[key] = end
         if not chunk.sample:
             return None
-        if self._spoiled(tokens):
-            return NonFinite(end)
-        banned = known.new.banned if end < known.new.banned_before else ()
+        drawn = self._draw(chunk, known)
+        if isinstance(drawn, Sampled):
+            self._end[key] = end - chunk.drafted + len(drawn.token_ids) - 1
+        return drawn
+
+    def _draw(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite:
+        """Draw the next token, and those behind drafts that are right."""
+        end, number = chunk.start + chunk.count, chunk.served.adapter
         content = self.adapters[number].content if number else 0
-        token = next_token(tokens, self.weights, self.info.vocab_size, banned, content)
-        return Sampled([token], [Logprob(-float(token))] if known.new.sampling.logprobs is not None else [])
+        drawn: list[int] = []
+        for at in range(end - chunk.drafted, end + 1):
+            so_far = known.tokens[:at]
+            if self._spoiled(so_far):
+                if not drawn:
+                    return NonFinite(at)
+                break
+            banned = known.new.banned if at < known.new.banned_before else ()
+            drawn.append(next_token(so_far, self.weights, self.info.vocab_size, banned, content))
+            if drawn[-1:] != known.tokens[at : at + 1]:
+                break
+        asks = known.new.sampling.logprobs is not None
+        return Sampled(drawn, [Logprob(-float(token)) for token in drawn] if asks else [])
 
     def _adapters_of_kv(self, chunk: ScheduledChunk, key: tuple[str, int]) -> set[int]:
         """Return the numbers of the adapters that may have computed the KV of a sequence: those of its own steps, since

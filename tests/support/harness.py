@@ -23,6 +23,7 @@ from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.scheduler.drafts import Drafter, NoDrafts
 from support.fake_runner import FakeRunner, write_adapter
 
 PROMPT = [1, 2, 3]
@@ -78,7 +79,13 @@ class Harness:
     now: the engine's clock, in seconds. running_pids: processes of clients that the engine takes for running.
     """
 
-    def __init__(self, runner: FakeRunner | None = None, retained_log: RetainedLog | None = None, **config):
+    def __init__(
+        self,
+        runner: FakeRunner | None = None,
+        retained_log: RetainedLog | None = None,
+        drafter: Drafter | None = None,
+        **config,
+    ):
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
@@ -92,6 +99,7 @@ class Harness:
             clock=lambda: self.now,
             runs=lambda pid: pid in self.running_pids,
             retained_log=retained_log,
+            drafter=drafter or NoDrafts(),
         )
         self._calls = count(1)
         self._folder: Path | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,11 @@ class Sequence:
 
 
 class Driver:
-    """Owns the blocks of one runner. ``step`` computes up to ``chunk`` tokens of each sequence it is given."""
+    """Owns the blocks of one runner. ``step`` computes up to ``chunk`` tokens of each sequence it is given, and behind
+    the last known token what ``guess`` drafts."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0):
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, seed: int = 0, guess: Callable[[Sequence], list[int]] = lambda _: []):
+        self.runner, self.guess = runner, guess
         self.free = np.random.default_rng(seed).permutation(runner.info.num_blocks).tolist()
         self.steps = 0
         self._numbers = 0
@@ -71,12 +73,16 @@ class Driver:
         assert result.step_id == self.steps and len(result.sampled) == len(chunks)
         self.steps += 1
         for sequence, scheduled, sampled in zip(sequences, chunks, result.sampled, strict=True):
-            sequence.computed += scheduled.count
+            sequence.computed += scheduled.num_known
             assert (sampled is not None) == scheduled.sample
             if isinstance(sampled, NonFinite):
                 sequence.non_finite = sampled
             elif sampled is not None:
+                accepted = len(sampled.token_ids) - 1
+                assert accepted <= scheduled.drafted
                 sequence.ids += sampled.token_ids
+                sequence.computed += accepted
+                sequence.told = sequence.told[0] + accepted, sequence.told[1]
                 sequence.logprobs += sampled.logprobs
 
     def generate(self, sequences: list[Sequence], count: int, chunk: int | None = None) -> list[Sequence]:
@@ -94,7 +100,8 @@ class Driver:
 
     def chunk(self, s: Sequence, limit: int | None) -> ScheduledChunk:
         end = min(len(s.ids), s.computed + (limit or len(s.ids)))
-        while len(s.table) * self.runner.info.block_size < end:
+        drafts = self.guess(s) if end == len(s.ids) else []
+        while len(s.table) * self.runner.info.block_size < end + len(drafts):
             s.table.append(self.free.pop())
         new = None
         if s.number is None:
@@ -104,7 +111,10 @@ class Driver:
         tokens, blocks = s.told
         s.told = len(s.ids), len(s.table)
         start, sample = s.computed, end == len(s.ids)
-        return ScheduledChunk(s.number, start, end - start, sample, s.served, s.ids[tokens:], s.table[blocks:], new)
+        unsent, count = s.ids[tokens:] + drafts, end - start + len(drafts)
+        return ScheduledChunk(
+            s.number, start, count, sample, s.served, unsent, s.table[blocks:], new, drafted=len(drafts)
+        )
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:

@@ -80,28 +80,36 @@ static inline void stream_columns(float* row, int64_t tile, int64_t, Floats16 va
   _mm512_stream_ps(row + tile * kColumns, value.v);
 }
 
-// Stores all products of m rows to `out`, or adds them. products(pairs, finish) calls finish(row, pair, value of its
-// first tile, value of its second) for every row and pair of column tiles.
+// Stores all products of m rows to `out`, or adds them. products(pairs, finish, expect) calls finish(row, pair, value
+// of its first tile, value of its second) for every row and pair of column tiles; it may call expect(row, pair) some
+// time before.
 template <typename Products>
 static inline void store_products(int64_t m, const Weight& w, float* out, bool accumulate, const Products& products) {
   const Neighbours pairs = {w.tiles()};
-  const auto with = [&](auto put) {
-    products(pairs, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+  const auto with = [&](auto put, auto expect) {
+    const auto finish = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
       float* to = out + row * w.n;
       put(to, 2 * pair, w.n, c0);
       if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, c1);
-    });
+    };
+    products(pairs, finish, expect);
+  };
+  const auto nothing = [](int64_t, int64_t) {};
+  const auto prefetch = [&](int64_t row, int64_t pair) {
+    const float* to = out + row * w.n + 2 * pair * kColumns;
+    __builtin_prefetch(to, 1);
+    __builtin_prefetch(to + kColumns, 1);
   };
   if (accumulate) {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); }, prefetch);
   } else if (write_past_cache(out, m, w.n)) {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); }, nothing);
   } else {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); }, nothing);
   }
 }
 
-// Fills `inner` with silu(gate) * up, where products(pairs, finish) computes both halves of `w`.
+// Fills `inner` with silu(gate) * up, where products (see above) computes both halves of `w`.
 template <typename Products>
 static inline void gate_products(int64_t m, const Weight& w, const InputTiles& inner, const Products& products) {
   const int64_t half_tiles = w.n / 2 / kColumns;
@@ -111,9 +119,10 @@ static inline void gate_products(int64_t m, const Weight& w, const InputTiles& i
   };
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
-  products(Halves{half_tiles}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+  const auto finish = [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
     put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
-  });
+  };
+  products(Halves{half_tiles}, finish, [](int64_t, int64_t) {});
 }
 
 }  // namespace FD_ISA

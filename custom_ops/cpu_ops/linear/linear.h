@@ -15,14 +15,8 @@
 namespace fd {
 namespace FD_ISA {
 
-// The left operand of a linear: m rows of activations in the layout of the kernel, rounded to bfloat16 if the weight is
-// bfloat16. The data lie in a scratch slot.
-struct LinearInput {
-  const void* data;
-  int64_t m;
-};
-
-// Converts x [m, k], or RMSNorm(x) where `norm` [k] is not null.
+// Converts x [m, k], or RMSNorm(x) where `norm` [k] is not null. The input is rounded to bfloat16 if the weight is
+// bfloat16.
 LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
                               const Weight& w);
 

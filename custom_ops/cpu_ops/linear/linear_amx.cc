@@ -286,13 +286,14 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
   store_products(input.m, w, out, accumulate,
-                 [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
+                 [&](auto pairs, auto finish, auto) { for_all_pairs(input, w, loras, pairs, finish); });
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
                            const Weight& next) {
   const InputTiles inner = new_tiles(slot, input.m, next);
-  gate_products(input.m, w, inner, [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
+  gate_products(input.m, w, inner,
+                [&](auto pairs, auto finish, auto) { for_all_pairs(input, w, loras, pairs, finish); });
   return {inner.data, input.m};
 }
 

@@ -7,10 +7,8 @@
 //
 // Throughput: two VDPBF16PS per cycle with a latency of 6 (Zen 5; others one), so 12 chains keep the units busy. A
 // strip of 12 rows x 2 column tiles takes 24 accumulators, 2 registers of weights and 1 of input, and loads 14 vectors
-// for 24 multiplications. The bottleneck is:
-//   one strip   memory: the weights are read once, in order, and the loop itself prefetches them
-//   beyond      the units, if loads hit L1: K is cut so that the weights of a cut stay in L1 for all strips of a block
-//               of rows. Meanwhile the next weights are prefetched to L2.
+// for 24 multiplications. K is cut, so that the weights of a cut stay in L1 for all strips of a block of rows, while
+// the next cut is prefetched. Up to some 24 rows memory is the bottleneck: the weights are read once, in order.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -25,10 +23,10 @@ namespace {
 
 constexpr int64_t kStrip = 12;
 constexpr int64_t kBlockStrips = 21;  // strips of a block of rows: 252 rows of q05 (hidden 896) take half of L2
-// K tiles of a cut: few where memory is the bottleneck, since one cut is the prefetch distance; else as many as fill
-// half of L1.
-constexpr int64_t kFewSteps = 4, kL1Steps = 10;
-constexpr int64_t kParts = 4;  // parts of a step, with prefetches before each
+// K tiles of a cut: the weights of two cuts, 20 KiB, share L1 with the rows of a strip. 4 to 14 are as fast (Zen 5).
+constexpr int64_t kCutSteps = 5;
+constexpr int64_t kLoraRows = 32;  // rows of which the adapters are prefetched
+constexpr int64_t kParts = 4;      // parts of a step, with prefetches before each
 // Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
@@ -41,18 +39,20 @@ InputTiles new_tiles(ScratchSlot slot, int64_t m, const Weight& w) {
   return InputTiles(slot, m, tile_rows(m), tile_rows(m), w);
 }
 
-// Prefetches the next cut of two column tiles, a few lines at a time, and adapters.
+// Prefetches what the next multiplications need, a few lines at a time: the next cut of two column tiles, the
+// rows of the next strip, and adapters.
 struct Fetch {
-  const char *p0, *p1, *end0;
-  int64_t lines;  // of each column at a time
-  LoraFetch* loras;
+  const char *w0, *w1, *w0_end, *x, *x_end;
+  int64_t w_lines, x_lines;  // of each column tile, and of the rows, at a time
+  LoraFetch loras;
 
   inline void go() {
-    for (int64_t i = 0; i < lines && p0 < end0; ++i, p0 += 64, p1 += 64) {
-      _mm_prefetch(p0, _MM_HINT_T1);
-      _mm_prefetch(p1, _MM_HINT_T1);
+    for (int64_t i = 0; i < w_lines && w0 < w0_end; ++i, w0 += 64, w1 += 64) {
+      _mm_prefetch(w0, _MM_HINT_T0);
+      _mm_prefetch(w1, _MM_HINT_T0);
     }
-    if (loras != nullptr) loras->go();
+    for (int64_t i = 0; i < x_lines && x < x_end; ++i, x += 64) _mm_prefetch(x, _MM_HINT_T0);
+    loras.go();
   }
 };
 
@@ -98,40 +98,50 @@ void multiply_strip(const char* a, int64_t a_step, const char* b0, const char* b
   }
 }
 
-// Calls finish(row, pair, first 16 columns, second 16 columns) for each row of a block and each pair in [begin, end).
-template <typename Pairs, typename Finish>
-void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expansion& expansion, int64_t first_strip,
-               int64_t last_strip, Pairs pairs, int64_t begin, int64_t end, const Finish& finish) {
+// A block of rows: strips [first, last).
+struct Block {
+  int64_t first, last;
+};
+
+// For each row of a block and each pair in [begin, end): calls expect(row, pair), computes, and calls finish(row, pair,
+// first 16 columns, second 16 columns).
+template <typename Pairs, typename Finish, typename Expect>
+void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expansion& expansion, Block block,
+               Pairs pairs, int64_t begin, int64_t end, const Finish& finish, const Expect& expect) {
   const char* weight = static_cast<const char*>(w.data);
-  const int64_t column_bytes = w.tile_elements() * 2, steps = input.k_tiles, strips = last_strip - first_strip;
-  const int64_t most = strips == 1 ? kFewSteps : kL1Steps, cuts = (steps + most - 1) / most;
-  const auto cut_at = [&](int64_t cut) { return steps * cut / cuts * kTileBytes; };
+  const int64_t column_bytes = w.tile_elements() * 2, steps = input.k_tiles, strips = block.last - block.first;
+  const int64_t cuts = (steps + kCutSteps - 1) / kCutSteps;
+  const int64_t first_row = block.first * input.rows, last_row = std::min(m, block.last * input.rows);
   alignas(64) float sums[kBlockStrips * kStrip * 32];
+  Fetch fetch = {};
+  fetch.x_lines = (input.rows + kParts - 1) / kParts;
   for (int64_t pair = begin; pair < end; ++pair) {
-    const int64_t t0 = pairs.first(pair), t1 = pairs.second(pair), next = std::min(pair + 1, pairs.count() - 1);
+    const int64_t t0 = pairs.first(pair), t1 = pairs.second(pair), following = std::min(pair + 1, pairs.count() - 1);
     const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
-    LoraFetch fetch_loras;
-    const bool with_loras = expansion.shrunk != nullptr && strips == 1;
-    if (with_loras)
-      fetch_loras =
-          expansion.fetch(first_strip * input.rows, std::min(m, last_strip * input.rows), t0, t1, steps * kParts);
+    if (expansion.shrunk != nullptr && last_row - first_row <= kLoraRows)
+      fetch.loras = expansion.fetch(first_row, last_row, t0, t1, strips * steps * kParts);
     for (int64_t cut = 0; cut < cuts; ++cut) {
-      const int64_t at = cut_at(cut), count = (cut_at(cut + 1) - at) / kTileBytes;
+      const int64_t k = steps * cut / cuts, k_end = steps * (cut + 1) / cuts, count = k_end - k;
       const bool last = cut + 1 == cuts;
-      const char* next0 = last ? weight + pairs.first(next) * column_bytes : b0 + cut_at(cut + 1);
-      const char* next1 = last ? weight + pairs.second(next) * column_bytes : b1 + cut_at(cut + 1);
-      const int64_t next_bytes = last ? cut_at(1) : cut_at(cut + 2) - cut_at(cut + 1), calls = strips * count * kParts;
-      Fetch fetch{next0, next1, next0 + next_bytes, (next_bytes / 64 + calls - 1) / calls,
-                  with_loras ? &fetch_loras : nullptr};
-      for (int64_t strip = first_strip; strip < last_strip; ++strip) {
+      // The next cut, or the first one of the following pair.
+      const int64_t next_k = last ? 0 : k_end, next_end = steps * (last ? 1 : cut + 2) / cuts;
+      const int64_t calls = strips * count * kParts;
+      fetch.w0 = weight + pairs.first(last ? following : pair) * column_bytes + next_k * kTileBytes;
+      fetch.w1 = weight + pairs.second(last ? following : pair) * column_bytes + next_k * kTileBytes;
+      fetch.w0_end = fetch.w0 + (next_end - next_k) * kTileBytes;
+      fetch.w_lines = ((next_end - next_k) * (kTileBytes / 64) + calls - 1) / calls;
+      for (int64_t strip = block.first; strip < block.last; ++strip) {
         const int64_t row = strip * input.rows, rows = std::min(input.rows, m - row);
-        float* to = sums + (strip - first_strip) * kStrip * 32;
+        float* to = sums + (strip - block.first) * kStrip * 32;
+        const bool last_strip = strip + 1 == block.last;
+        fetch.x = last_strip ? input.tile(block.first, next_k) : input.tile(strip + 1, k);
+        fetch.x_end = fetch.x + (last_strip ? next_end - next_k : count) * input.step();
+        for (int64_t r = 0; last && r < rows; ++r) expect(row + r, pair);
         with_rows<kStrip>(rows, [&](auto constant) {
-          multiply_strip<decltype(constant)::value>(input.tile(strip, at / kTileBytes), input.step(), b0 + at, b1 + at,
-                                                    count, cut > 0, to, fetch);
+          multiply_strip<decltype(constant)::value>(input.tile(strip, k), input.step(), b0 + k * kTileBytes,
+                                                    b1 + k * kTileBytes, count, cut > 0, to, fetch);
         });
-        if (last)
-          for (int64_t r = 0; r < rows; ++r) finish(row + r, pair, load(to + r * 32), load(to + r * 32 + 16));
+        for (int64_t r = 0; last && r < rows; ++r) finish(row + r, pair, load(to + r * 32), load(to + r * 32 + 16));
       }
     }
   }
@@ -154,9 +164,11 @@ void shrink_run(const InputTiles& input, const LoraRun& run, int64_t tile, float
   }
 }
 
-// Calls finish(row, pair, value of its first tile, value of its second) for every row and every pair of column tiles.
-template <typename Pairs, typename Finish>
-void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish) {
+// Calls expect(row, pair), then finish(row, pair, value of its first tile, value of its second) for every row and every
+// pair of column tiles.
+template <typename Pairs, typename Finish, typename Expect>
+void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish,
+                   Expect expect) {
   const InputTiles input(rows.data, tile_rows(rows.m), w);
   const Expansion expansion = shrink_all(
       loras, rows.m, [](const auto& work) { work(); },
@@ -174,8 +186,8 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
     for (int64_t begin, end; pieces.next(&begin, &end);) {
       for (int64_t item = begin; item < end;) {
         const int64_t block = item / count, stop = std::min(end, (block + 1) * count);
-        run_pairs(input, rows.m, w, expansion, strips * block / blocks, strips * (block + 1) / blocks, pairs,
-                  item - block * count, stop - block * count, finish_sums);
+        run_pairs(input, rows.m, w, expansion, {strips * block / blocks, strips * (block + 1) / blocks}, pairs,
+                  item - block * count, stop - block * count, finish_sums, expect);
         item = stop;
       }
     }
@@ -193,14 +205,13 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 }
 
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
-  store_products(input.m, w, out, accumulate,
-                 [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
+  store_products(input.m, w, out, accumulate, [&](auto... how) { for_all_pairs(input, w, loras, how...); });
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
                            const Weight& next) {
   const InputTiles inner = new_tiles(slot, input.m, next);
-  gate_products(input.m, w, inner, [&](auto pairs, auto finish) { for_all_pairs(input, w, loras, pairs, finish); });
+  gate_products(input.m, w, inner, [&](auto... how) { for_all_pairs(input, w, loras, how...); });
   return {inner.data, input.m};
 }
 

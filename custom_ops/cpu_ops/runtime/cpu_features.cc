@@ -67,6 +67,14 @@ Isa detect_isa() {
   return found;
 }
 
+bool has_avx512_vnni() {
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return detect_isa() >= Isa::kAvx512 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 11));
+  }();
+  return found;
+}
+
 Isa current_isa() { return static_cast<Isa>(isa_cell().load(std::memory_order_relaxed)); }
 
 Isa set_isa(Isa wanted) {

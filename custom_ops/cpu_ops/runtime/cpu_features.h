@@ -9,6 +9,9 @@ enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx 
 // The best level that both the CPU and the operating system allow. Asks Linux for the AMX tile state.
 Isa detect_isa();
 
+// Whether CPU and system allow AVX512_VNNI, which is no level: older CPUs with AVX-512 have it, and some do not.
+bool has_avx512_vnni();
+
 // The level in use: detect_isa(), limited by FASTDEPLOY_CPU_ISA=avx2|avx512|avx512_bf16|amx or by set_isa.
 Isa current_isa();
 

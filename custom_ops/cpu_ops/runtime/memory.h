@@ -33,6 +33,7 @@ enum ScratchSlot {
   kScratchLoraRows,
   kScratchLoraRuns,
   kScratchShrunk,
+  kScratchLoraInput,
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);

@@ -10,7 +10,7 @@
 namespace fd {
 
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias) {
-  auto* w = new (std::nothrow) Weight{bf16, n, k, bf16 ? round_up(k, kDepth) : k, 0, nullptr, nullptr};
+  auto* w = new (std::nothrow) Weight{bf16, n, k, bf16 ? round_up(k, kDepth) : k, 0, nullptr, nullptr, nullptr};
   if (w == nullptr) return nullptr;
   w->bytes = w->tiles() * w->tile_elements() * (bf16 ? 2 : 4);
   w->data = allocate_pages(static_cast<size_t>(w->bytes));
@@ -25,6 +25,7 @@ Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias) {
 void free_weight(Weight* w) {
   if (w == nullptr) return;
   free_pages(w->data, static_cast<size_t>(w->bytes));
+  free_pages(w->int8, static_cast<size_t>(w->int8_bytes()));
   std::free(w->bias);
   delete w;
 }

@@ -70,7 +70,7 @@ Lora* new_lora(bool bf16, int64_t k, int64_t parts, const int64_t* rows, const i
   auto* lora = new (std::nothrow) Lora{};
   if (lora == nullptr) return nullptr;
   lora->n = n;
-  lora->a = {bf16, rank, k, bf16 ? round_up(k, kDepth) : k, 0, nullptr, nullptr};
+  lora->a = {bf16, rank, k, bf16 ? round_up(k, kDepth) : k, 0, nullptr, nullptr, nullptr};
   lora->a.bytes = lora->a.tiles() * lora->a.tile_elements() * element;
   lora->b_at = round_up(lora->a.bytes, 64);
   lora->scaling_at = lora->b_at + round_up(b_elements * element, 64);

@@ -2,6 +2,8 @@
 // converts, checks, fingerprints and packs each piece within a core's cache.
 #include "weights/staging.h"
 
+#include <fcntl.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,10 +11,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <new>
+#include <numeric>
 #include <thread>
+#include <tuple>
 
 #include "runtime/cpu_features.h"
 #include "runtime/memory.h"
@@ -30,39 +37,70 @@ void add(StageResult& total, const StageResult& piece) {
   total.error = piece.error;
 }
 
-// Ten nice values are a tenth of the weight (1024 of nice 0, 110 of nice 10: sched_prio_to_weight of the kernel).
-// Beside steps that want all cores, the work gets a tenth of them. The whole process may have a nice value of its own.
+// Ten nice values are a tenth of the weight (1024 of nice 0, 110 of nice 10: sched_prio_to_weight of the kernel). The
+// whole process may have a nice value of its own.
 constexpr int kMoreNice = 10;
 
-void lower_priority() {
+// How long threads of SCHED_IDLE may take for one piece on average, before others help them. 1 GB is some 3,800 pieces.
+constexpr std::chrono::microseconds kPatience{250};
+
+enum class Priority { kIdle, kNice };
+
+void lower_priority(Priority priority) {
   const auto thread = static_cast<id_t>(syscall(SYS_gettid));
   setpriority(PRIO_PROCESS, thread, getpriority(PRIO_PROCESS, thread) + kMoreNice);  // cut to 19 by the kernel
+  const sched_param unused = {};
+  if (priority == Priority::kIdle) sched_setscheduler(0, SCHED_IDLE, &unused);  // the calling thread
 }
 
-// Calls body on up to `threads` new threads of a low priority, and waits for all of them. Throws the first exception of
-// a body, or the error of the system if no thread can be started. The priority of the calling thread is not changed.
-void run_in_background(int threads, const std::function<void()>& body) {
-  std::mutex mutex;
-  std::exception_ptr failure;
-  const auto run = [&] {
-    lower_priority();
+// Threads that call `body` with a low priority. The priority of the calling thread is not changed.
+class BackgroundThreads {
+ public:
+  explicit BackgroundThreads(const std::function<void()>& body) : body_(body) {}
+
+  // Starts up to `threads` more. Throws the error of the system if none of all can be started.
+  void start(int threads, Priority priority) {
     try {
-      body();
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(mutex);
-      if (!failure) failure = std::current_exception();
+      for (int i = 0; i < threads; ++i) workers_.emplace_back([this, priority] { run(priority); });
+    } catch (...) {                 // system_error or bad_alloc; threads that run must be joined
+      if (workers_.empty()) throw;  // with fewer threads the work takes longer
     }
-  };
-  std::vector<std::thread> workers;
-  workers.reserve(static_cast<size_t>(threads));
-  try {
-    for (int i = 0; i < threads; ++i) workers.emplace_back(run);
-  } catch (...) {                // system_error or bad_alloc; threads that run must be joined
-    if (workers.empty()) throw;  // with fewer threads the work takes longer
   }
-  for (std::thread& worker : workers) worker.join();
-  if (failure) std::rethrow_exception(failure);
-}
+
+  // Waits until all have ended, or until the time is over. Returns whether all have ended.
+  bool wait_for(std::chrono::microseconds time) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, time, [this] { return ended_ == workers_.size(); });
+  }
+
+  // Waits for all of them, and throws the first exception of a body.
+  void join() {
+    for (std::thread& worker : workers_) worker.join();
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  void run(Priority priority) {
+    lower_priority(priority);
+    std::exception_ptr failure;
+    try {
+      body_();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_) failure_ = failure;
+    ++ended_;
+    changed_.notify_one();
+  }
+
+  const std::function<void()>& body_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  size_t ended_ = 0;
+  std::exception_ptr failure_;
+};
 
 // Reads each byte once, since another process may be writing to the source.
 StageResult read(const StageItem& item, int64_t first_byte, int64_t bytes, char* target) {
@@ -81,11 +119,68 @@ StageResult read(const StageItem& item, int64_t first_byte, int64_t bytes, char*
   return {};
 }
 
+// How many pages of a file are in the page cache; -1 where the system does not tell (Linux before 6.5).
+int64_t cached_pages(int64_t fd, int64_t offset, int64_t bytes) {
+  constexpr long kCachestat = 451;  // the same on all architectures
+  struct {
+    uint64_t offset, bytes;
+  } range = {static_cast<uint64_t>(offset), static_cast<uint64_t>(bytes)};
+  struct {
+    uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } found = {};
+  return syscall(kCachestat, static_cast<unsigned>(fd), &range, &found, 0) == 0 ? static_cast<int64_t>(found.cached)
+                                                                                : -1;
+}
+
+// Lets the system read files from a disk while the threads pack: a thread of a low priority that has waited for a read
+// also waits for its next turn on a core, and the disk rests meanwhile.
+class ReadAhead {
+ public:
+  ReadAhead(const StageItem* items, const std::vector<Piece>& pieces)
+      : items_(items), pieces_(pieces), missing_(pieces.size()) {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const StageItem& item = items[pieces[i].item];
+      if (item.memory != nullptr) continue;
+      const int64_t cached = cached_pages(item.fd, offset(pieces[i]), bytes(pieces[i]));
+      missing_[i] = cached < bytes(pieces[i]) / kPageBytes;
+      if (missing_[i] && cached >= 0) ++on_disk_;
+    }
+    for (size_t i = 0; i < kAhead; ++i) start(i);
+  }
+
+  // Pieces that are not in the page cache. Their CPU time is some three times that of others.
+  size_t on_disk() const { return on_disk_; }
+
+  // Called once for each piece, when a thread takes it.
+  void reached(size_t piece) const { start(piece + kAhead); }
+
+ private:
+  static constexpr size_t kAhead = (64 << 20) / kPieceBytes;  // of a disk that reads 1 GB/s, the work of 60 ms
+  static constexpr int64_t kPageBytes = 4096;
+
+  int64_t bytes(const Piece& piece) const { return piece.count * items_[piece.item].unit_bytes(); }
+
+  int64_t offset(const Piece& piece) const {
+    const StageItem& item = items_[piece.item];
+    return item.offset + piece.first * item.unit_bytes();
+  }
+
+  void start(size_t i) const {
+    if (i >= pieces_.size() || !missing_[i]) return;
+    const int fd = static_cast<int>(items_[pieces_[i].item].fd);
+    posix_fadvise(fd, offset(pieces_[i]), bytes(pieces_[i]), POSIX_FADV_WILLNEED);
+  }
+
+  const StageItem* items_;
+  const std::vector<Piece>& pieces_;
+  std::vector<bool> missing_;
+  size_t on_disk_ = 0;
+};
+
 StageResult stage_piece(bool bf16, const StageItem& item, int64_t first, int64_t count) {
   const Region& region = item.region;
   const RowKernels& kernels = row_kernels();
-  const int64_t columns = region.linear != nullptr ? region.columns : 1;
-  const int64_t n = count * columns, value = first * columns;
+  const int64_t n = count * item.unit(), value = first * item.unit();
   char* source = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(n * bytes_of(item.kind))));
   StageResult result = read(item, value * bytes_of(item.kind), n * bytes_of(item.kind), source);
   if (result.problem != Problem::kNone) return result;
@@ -127,10 +222,10 @@ void cut(const Region& region, int64_t item, int64_t value_bytes, std::vector<Pi
 }
 
 void work_off(const std::vector<Piece>& pieces, const int32_t* stop, StageResult* results,
-              const std::function<StageResult(const Piece&)>& body) {
+              const std::function<StageResult(const Piece&)>& body, size_t on_disk) {
   std::atomic<size_t> taken{0};
   std::mutex mutex;
-  const auto work = [&] {
+  const std::function<void()> work = [&] {
     for (size_t i; (i = taken.fetch_add(1)) < pieces.size();) {
       const bool stopped = __atomic_load_n(stop, __ATOMIC_RELAXED) != 0;
       const StageResult result = stopped ? StageResult{{}, Problem::kStopped, 0} : body(pieces[i]);
@@ -138,15 +233,47 @@ void work_off(const std::vector<Piece>& pieces, const int32_t* stop, StageResult
       add(results[pieces[i].item], result);
     }
   };
-  const size_t threads = std::min(pieces.size(), static_cast<size_t>(num_threads()));
-  if (threads > 0) run_in_background(static_cast<int>(threads), work);
+  const int threads = static_cast<int>(std::min(pieces.size(), static_cast<size_t>(num_threads())));
+  if (threads == 0) return;
+  BackgroundThreads background(work);
+  background.start(threads, Priority::kIdle);
+  if (!background.wait_for(kPatience * (pieces.size() - on_disk))) background.start(threads, Priority::kNice);
+  background.join();
 }
 
 void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop, StageResult* results) {
+  std::vector<int64_t> order(static_cast<size_t>(count));  // files are read from their beginning to their end
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return std::tie(items[a].fd, items[a].offset) < std::tie(items[b].fd, items[b].offset);
+  });
   std::vector<Piece> pieces;
-  for (int64_t i = 0; i < count; ++i) cut(items[i].region, i, bytes_of(items[i].kind), pieces);
-  work_off(pieces, stop, results,
-           [&](const Piece& piece) { return stage_piece(bf16, items[piece.item], piece.first, piece.count); });
+  for (const int64_t i : order) cut(items[i].region, i, bytes_of(items[i].kind), pieces);
+  const ReadAhead ahead(items, pieces);
+  const auto body = [&](const Piece& piece) {
+    ahead.reached(static_cast<size_t>(&piece - pieces.data()));
+    return stage_piece(bf16, items[piece.item], piece.first, piece.count);
+  };
+  work_off(pieces, stop, results, body, ahead.on_disk());
+}
+
+void quantize(Weight* const* weights, int64_t count, const int32_t* stop) {
+  std::vector<Piece> pieces;  // of column tiles
+  std::vector<StageResult> unused(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    Weight& w = *weights[i];
+    const int64_t step = std::max<int64_t>(1, kPieceBytes / (w.tile_elements() * 2));
+    if (w.int8 == nullptr)
+      w.int8 = static_cast<char*>(allocate_pages(static_cast<size_t>(w.tiles() * w.int8_tile_bytes())));
+    if (w.int8 == nullptr) throw std::bad_alloc();
+    for (int64_t tile = 0; tile < w.tiles(); tile += step)
+      pieces.push_back({i, tile, std::min(step, w.tiles() - tile)});
+  }
+  const auto kernel = current_isa() >= Isa::kAvx512 ? avx512::quantize_tile : avx2::quantize_tile;
+  work_off(pieces, stop, unused.data(), [&](const Piece& piece) {
+    for (int64_t tile = piece.first; tile < piece.first + piece.count; ++tile) kernel(*weights[piece.item], tile);
+    return StageResult{};
+  });
 }
 
 }  // namespace fd

@@ -35,6 +35,10 @@ struct StageItem {
   int64_t offset, fd;
   const char* memory;
   int64_t memory_bytes;
+
+  // Values, and bytes of the source, that one count of a piece stands for: a row of a linear, or a value.
+  int64_t unit() const { return region.linear != nullptr ? region.columns : 1; }
+  int64_t unit_bytes() const { return unit() * bytes_of(kind); }
 };
 
 // DeltaItem of ops/interface.py.
@@ -59,15 +63,19 @@ struct Piece {
 // tile in common.
 void cut(const Region& region, int64_t item, int64_t value_bytes, std::vector<Piece>& pieces);
 
-// Calls body for all pieces on threads of a low priority, and adds what body returns to the results of the items.
+// Calls body for all pieces on threads that use idle cores, and adds what body returns to the results of the items. If
+// they take long, threads that take a tenth of the cores help them: the more pieces are on_disk, the earlier.
 // Once *stop is set, body is not called any more. Throws what body throws.
 void work_off(const std::vector<Piece>& pieces, const int32_t* stop, StageResult* results,
-              const std::function<StageResult(const Piece&)>& body);
+              const std::function<StageResult(const Piece&)>& body, size_t on_disk = 0);
 
 // Ops.stage, Ops.apply_deltas and Ops.copy_rows of ops/interface.py. bf16: the dtype of the ops.
 void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop, StageResult* results);
 void apply_deltas(bool bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results);
 void copy_rows(Weight& target, const Weight& source, int64_t first, int64_t last);
+
+// Ops.quantize of ops/interface.py, of bfloat16 weights. Throws bad_alloc.
+void quantize(Weight* const* weights, int64_t count, const int32_t* stop);
 
 // The kernels of one instruction set. `values` are in the dtype of the ops, in row-major order, at any address.
 struct RowKernels {

@@ -186,11 +186,12 @@ class Tracks:
         end, began = _us(event.at), _us(event.at - event.fields["seconds"])
         prompts = {}
         for request, chunk in zip(requests, plan.chunks, strict=True):
-            if chunk.count > 1:
-                prompts[request.name] = chunk.count
+            if chunk.num_known > 1:
+                prompts[request.name] = chunk.num_known
         name = "step" if sampled is not None else "step, given up for a pause"
         tokens = sum(len(new.token_ids) for new in sampled or ())
         args = {"step": plan.step_id, "sequences": len(requests), "prompt_tokens": sum(prompts.values())}
+        args["drafts"] = sum(chunk.drafted for chunk in plan.chunks)
         self._complete(name, began, end, STEPS_TID, {**args, "tokens": tokens})
         for of, count in prompts.items():
             if (lane := self._lanes.get(of)) is not None:

@@ -169,6 +169,10 @@ class CpuOps:
         assert isinstance(target, CpuLinear) and isinstance(source, CpuLinear) and target.with_bias == source.with_bias
         self._check(self._lib.fd_copy_rows(target.handle, source.handle, first, last))
 
+    def quantize(self, weights: Sequence[PackedLinear], stop: np.ndarray) -> None:
+        assert self._bf16
+        self._check(self._lib.fd_quantize(_pointers(list(map(handle_of, weights))), len(weights), stop_flag(stop)))
+
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         last = weight.out_features if last is None else last
         assert 0 <= first <= last <= weight.out_features

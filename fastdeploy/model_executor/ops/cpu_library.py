@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -48,6 +48,7 @@ SIGNATURES = {
     "fd_pack_rows": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
     "fd_stage": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
     "fd_apply_deltas": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_quantize": (c_int, [c_void_p, c_int64, c_void_p]),
     "fd_copy_rows": (c_int, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
@@ -178,6 +179,11 @@ def address(array: np.ndarray) -> int:
     return address
 
 
+def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Call ``free`` when the owner is deleted, but not at the end of the process: a thread may still use the memory."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
 def handle_of(weight: PackedLinear) -> int:
     """Return the library's handle of a weight that these ops packed."""
     assert isinstance(weight, CpuLinear)
@@ -196,8 +202,13 @@ class CpuLinear:
         self.out_features = out_features
         self.in_features = in_features
         self.with_bias = with_bias
-        self.nbytes = library.fd_weight_bytes(self.handle)
-        weakref.finalize(self, library.fd_free_weight, self.handle)
+        self._library = library
+        _free_with(self, library.fd_free_weight, self.handle)
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self._library.fd_weight_bytes(self.handle)
+        return nbytes
 
 
 class CpuKVCache:
@@ -220,7 +231,7 @@ class CpuKVCache:
         self.num_kv_heads = heads
         self.head_dim = dim
         self.nbytes = library.fd_cache_bytes(self.handle)
-        weakref.finalize(self, library.fd_free_cache, self.handle)
+        _free_with(self, library.fd_free_cache, self.handle)
 
 
 def cache_handle(cache: KVCache) -> int:
@@ -255,7 +266,7 @@ class CpuLora:
             raise MemoryError(
                 f"no memory for an adapter of rank {self.rank} of a weight of {self.out_features} x {columns}"
             )
-        weakref.finalize(self, library.fd_free_lora, self.handle)
+        _free_with(self, library.fd_free_lora, self.handle)
         self.nbytes = library.fd_lora_bytes(self.handle)
         first_rows, first_ranks = np.cumsum([0, *rows]).tolist(), np.cumsum([0, *ranks]).tolist()
         for part, first_row, n, first_rank, rank in zip(parts, first_rows, rows, first_ranks, ranks, strict=False):

@@ -5,6 +5,10 @@ the type of the weights and of the KV cache. With bfloat16 the C++ ops round the
 accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16. AVX512_BF16 and
 AMX take denormal numbers as 0 and flush denormal results to 0; the others compute with them.
 
+A bfloat16 weight may have int8 values beside its own (``Ops.quantize``). Products with it use these, and its input is
+rounded to integers of 16 bits, with a scale for each ``INT8_GROUP`` values of a row. The sum of a group is exact, so
+such a linear gives the same bits at every instruction set.
+
 For finite inputs every op gives a row the same bits, whatever other rows are in the batch and however a prompt is cut
 into chunks: the order of every sum depends only on the position of the row and on constants of the op. A row that is
 not finite changes later rows of its own sequence only: earlier rows, whose KV may be shared, and other sequences keep
@@ -23,13 +27,18 @@ import paddle
 
 from fastdeploy.core.fingerprint import Fingerprint
 
+INT8_GROUP = 64  # values of a column of weights, or of a row of inputs, that share a scale
+
 
 class PackedLinear(Protocol):
-    """A weight [out_features, in_features], with or without a bias, in a layout that the ops choose. Immutable."""
+    """A weight [out_features, in_features], with or without a bias, in a layout that the ops choose. Immutable.
+    nbytes: with its int8 values, if it has them."""
 
     out_features: int
     in_features: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class KVCache(Protocol):
@@ -264,6 +273,14 @@ class Ops(Protocol):
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
         """Copy rows [first, last) and their bias to the same rows of a weight of the same shape, on all cores, as
         ``stage`` does. Releases the GIL, and may run at the same time as all other ops that do not use ``target``."""
+
+    def quantize(self, weights: Sequence[PackedLinear], stop: np.ndarray) -> None:
+        """Make the int8 values of bfloat16 weights, or make them anew after a weight was changed, on all cores, as
+        ``stage`` does. ``linear``, ``mlp``, ``logits`` and ``decoder_layers`` use them from then on; all other ops use
+        the weight's own values. Each INT8_GROUP values of an output are scale * q, with q from -127 to 127, rounded to
+        nearest even, and scale = largest magnitude / 127. stop: see ``stage``; the int8 values are undefined then.
+        Releases the GIL, and may run at the same time as all other ops that do not use these weights. Raises
+        MemoryError."""
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         """Copy rows [first, last) of a packed weight in ``self.dtype`` (bfloat16 as uint16 bits). Packing the copy

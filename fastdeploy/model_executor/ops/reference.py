@@ -43,6 +43,7 @@ from fastdeploy.model_executor.ops.reference_weights import (
     ReferenceLora,
     ReferencePart,
     apply_deltas,
+    quantized,
     stage,
     to_float32,
 )
@@ -105,6 +106,13 @@ class ReferenceOps:
         target.weight[first:last] = source.weight[first:last]
         if target.bias is not None and source.bias is not None:
             target.bias[first:last] = source.bias[first:last]
+
+    def quantize(self, weights: Sequence[PackedLinear], stop: np.ndarray) -> None:
+        assert self.dtype == "bfloat16"
+        for weight in weights:
+            assert isinstance(weight, ReferenceLinear)
+            if not stop[0]:
+                weight.int8 = paddle.to_tensor(quantized(weight.weight.numpy(), 127))
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         assert isinstance(weight, ReferenceLinear)

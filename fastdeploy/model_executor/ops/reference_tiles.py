@@ -15,10 +15,11 @@ from fastdeploy.model_executor.ops.interface import (
     PackedLinear,
     PackedLora,
 )
-from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear, ReferenceLora
+from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear, ReferenceLora, quantized
 
 ROWS = 16  # of a tile
 KEYS = 64  # of a tile
+LARGEST_INPUT = 127 * 256  # of the integers to which the input of an int8 linear is rounded
 # Rows of a tile begin at multiples of 64 bytes: on some CPUs MKL adds in another order for other addresses.
 COLUMNS = 16
 
@@ -40,7 +41,9 @@ def linear_in_tiles(x: paddle.Tensor, weight: PackedLinear, loras: LoraRows) -> 
     last: an approximation such as exp gives other bits in the vectorised part of an array than at its end, and an array
     of whole tiles is vectorised to the end."""
     assert isinstance(weight, ReferenceLinear)
-    y = _product_in_tiles(x, weight.weight)
+    if weight.int8 is not None:
+        x = paddle.to_tensor(quantized(x.numpy(), LARGEST_INPUT))
+    y = _product_in_tiles(x, weight.weight if weight.int8 is None else weight.int8)
     if weight.bias is not None:
         y = y + weight.bias
     for rows, lora in loras:

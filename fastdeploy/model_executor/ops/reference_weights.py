@@ -12,20 +12,22 @@ import paddle
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import ZERO, change, fingerprint
-from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.interface import INT8_GROUP, DeltaItem, Ops, Problem, Region, StageItem, StageResult
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 @dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
 class ReferenceLinear:
-    """A packed linear of the reference ops. ``weight`` is float32 [out_features, in_features]."""
+    """A packed linear of the reference ops. ``weight`` is float32 [out_features, in_features]. int8: the values of
+    ``Ops.quantize``, each times its scale, likewise."""
 
     weight: paddle.Tensor
     bias: paddle.Tensor | None
     out_features: int
     in_features: int
     nbytes: int
+    int8: paddle.Tensor | None = None
 
 
 class ReferencePart(NamedTuple):
@@ -46,6 +48,19 @@ class ReferenceLora:
     in_features: int
     rank: int
     nbytes: int
+
+
+def quantized(rows: np.ndarray, largest: int) -> np.ndarray:
+    """Round each INT8_GROUP values of a row, float32 [N, K], to an integer from -largest to largest, times the scale of
+    the group. A group with a value that is not finite becomes NaN; one without a magnitude of 2^-100 becomes 0."""
+    n, k = rows.shape
+    groups = np.pad(rows, [(0, 0), (0, -k % INT8_GROUP)]).reshape(n, -1, INT8_GROUP)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        peak = np.abs(groups).max(-1, keepdims=True)
+        integers = np.rint(groups * (np.float32(largest) / peak))
+        values = np.where(peak < np.float32(2**-100), np.float32(0), integers * (peak / np.float32(largest)))
+    values = np.where(np.isfinite(peak), values, np.float32(np.nan))
+    return np.ascontiguousarray(values.reshape(n, -1)[:, :k])
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:

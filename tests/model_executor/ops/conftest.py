@@ -44,16 +44,35 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+class Int8CpuOps(CpuOps):
+    """Ops whose packed weights all have int8 values."""
+
+    def pack_linear(self, parts, bias=None):
+        return quantized(self, super().pack_linear(parts, bias))
+
+
+class Int8ReferenceOps(ReferenceOps):
+    """Ops whose packed weights all have int8 values."""
+
+    def pack_linear(self, parts, bias=None):
+        return quantized(self, super().pack_linear(parts, bias))
+
+
+def quantized(ops, weight):
+    ops.quantize([weight], np.zeros(1, np.int32))
+    return weight
+
+
 @pytest.fixture
 def ops(isa: str, dtype: str) -> CpuOps:
-    ops = CpuOps(dtype)
+    ops = Int8CpuOps("bfloat16") if dtype == "int8" else CpuOps(dtype)
     assert ops.isa == isa
     return ops
 
 
 @pytest.fixture
 def reference(dtype: str) -> ReferenceOps:
-    return ReferenceOps(dtype)
+    return Int8ReferenceOps("bfloat16") if dtype == "int8" else ReferenceOps(dtype)
 
 
 @pytest.fixture

@@ -27,6 +27,12 @@ RANKS = {
 }
 
 
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Return the type of the weights: int8 beside bfloat16, too."""
+    return request.param
+
+
 @pytest.fixture(params=SHAPES)
 def layer(request, rng) -> Layer:
     return Layer(rng, *SHAPES[request.param])

@@ -13,6 +13,12 @@ from tests.support.checkpoints import SPECS, config_json, random_tensors
 from tests.support.decoder_layers import BLOCK, SHAPES, Layer, make_batch, with_attention
 
 
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Return the type of the weights: int8 beside bfloat16, too."""
+    return request.param
+
+
 @pytest.fixture(params=SHAPES)
 def layer(request, rng) -> Layer:
     return Layer(rng, *SHAPES[request.param])

@@ -21,6 +21,12 @@ SHAPES = [
 ]
 
 
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Return the type of the weights: int8 beside bfloat16, too."""
+    return request.param
+
+
 def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
@@ -58,6 +64,7 @@ def one_chain(x: np.ndarray, weight: np.ndarray, odd_first: bool) -> np.ndarray:
     return sums
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows,k,n", [(1, 64, 32), (30, 960, 50)])
 def test_sums_are_added_in_the_documented_order(ops, isa, dtype, rng, rows, k, n):
     x, weight = round_to_bfloat16(random(rng, rows, k)), round_to_bfloat16(random(rng, n, k))
@@ -72,7 +79,7 @@ def test_sums_are_added_in_the_documented_order(ops, isa, dtype, rng, rows, k, n
 
 def test_denormal_numbers_count_as_zero_where_the_instruction_does_so(ops, isa, dtype):
     x, weight = np.full((2, 32), 1e-39, np.float32), np.ones((16, 32), np.float32)
-    flushes = dtype == "bfloat16" and isa in ("avx512_bf16", "amx")
+    flushes = dtype == "int8" or (dtype == "bfloat16" and isa in ("avx512_bf16", "amx"))
     found = ops.linear(paddle.to_tensor(x), ops.pack_linear([weight])).numpy()
     np.testing.assert_allclose(found, 0 if flushes else 3.2e-38, rtol=0.05)
 
@@ -84,7 +91,8 @@ def test_mlp_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n):
     actual = ops.mlp(paddle.to_tensor(x), ops.pack_linear(parts), ops.pack_linear([down]))
     gate_up, down = reference.pack_linear(parts), reference.pack_linear([down])
     expected = reference.mlp(rounded_like_a_left_operand(x, dtype), gate_up, down)
-    assert_close(actual, expected, 1e-5 if dtype == "float32" else 1e-2)  # the input of down is rounded to 8 bits
+    # The input of down is rounded, to 16 bits of a group for int8.
+    assert_close(actual, expected, {"float32": 1e-5, "int8": 1e-4, "bfloat16": 1e-2}[dtype])
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (1, 2, 3)])
@@ -163,8 +171,10 @@ def test_embedding_returns_the_rows_of_the_packed_weight(ops, reference, rng, k,
     np.testing.assert_array_equal(actual.numpy(), reference.embedding(ids, reference.pack_linear([weight])).numpy())
 
 
-def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, rng):
-    size = 2 if ops.dtype == "bfloat16" else 4
+def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, dtype, rng):
+    size = {"float32": 4, "bfloat16": 2, "int8": 2 + 4 / 3 + 1 / 12}[
+        dtype
+    ]  # int8: 96 columns are 2 groups, with scales
     assert ops.pack_linear([random(rng, 160, 96)]).nbytes == 160 * 96 * size
     assert ops.pack_linear([random(rng, 160, 96)], [random(rng, 160)]).nbytes == 160 * 96 * size + 160 * 4
 
