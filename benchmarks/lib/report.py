@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -72,12 +73,22 @@ class Printer:
         return 1 if errors else 0
 
     def exit_code(self, work: Callable[[], int]) -> int:
-        """Return what ``work`` returns; 2, after saying why, if a server cannot be started or driven."""
+        """Return what ``work`` returns; 2, after saying why, if a server cannot be started or driven. A SIGTERM ends
+        ``work`` as Ctrl-C does, so that it stops the servers that it started."""
+        before = signal.signal(signal.SIGTERM, _exit)
         try:
             return work()
         except (*FAILURES, ValueError, subprocess.SubprocessError) as error:
             self.say(f"cannot go on: {type(error).__name__}: {error}")
             return 2
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    """End the program after a signal. Further ones do not disturb the end."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def machine() -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from benchmarks.lib.engines import Engine, ours
 from benchmarks.lib.loads import Groups, Load, RepeatedGroups, Streams
 from benchmarks.lib.report import Printer
 from benchmarks.lib.roofline import Machine
+from support.http_calls import wait_until
 
 MODEL = Path(fastdeploy.embedded.__file__).with_name("model")
 LOADS: list[Load] = [Streams("s", 2, 6, 5, 4), Groups("g", 2, 6, 3, 2), RepeatedGroups("r", 2, 6, 3, 2)]
@@ -121,6 +124,28 @@ def test_a_peer_that_is_never_ready_is_removed_after_the_limit():
     with running.started([first], ready_s=60), running.started([peer], ready_s=2):
         assert [contender.engine.name for contender in running.contenders] == ["first"]
     assert "without peer: the server did not become ready within 2 s" in said[-1] and "still loading" in said[-1]
+
+
+COMPARES = """
+import sys
+from benchmarks import compare
+from benchmarks.lib import engines
+from benchmarks.lib.engines import Engine
+command = ("sh", "-c", f"echo $$ > {sys.argv[1]}; exec sleep 600")
+engines.ENGINES["ours"] = lambda model, served, limits: Engine("ours", "1", command, "/ready")
+sys.exit(compare.main(["--model-path", sys.argv[2], "--engines", "ours"]))
+"""
+
+
+def test_a_comparison_that_gets_sigterm_stops_its_servers(tmp_path: Path):
+    file = tmp_path / "pid"
+    program = subprocess.Popen([sys.executable, "-c", COMPARES, str(file), str(MODEL)])
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+    server = Path("/proc", file.read_text().strip())
+    assert server.exists()
+    program.terminate()
+    assert program.wait(60) == 128 + signal.SIGTERM
+    assert not server.exists()
 
 
 def test_a_peer_that_is_not_installed_is_reported_by_name(
