@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.tensors import WEIGHTS, entries, head
+from benchmarks.lib.tensors import WEIGHTS, Entry, entries, head
 from fastdeploy.core import delta_format
 from fastdeploy.core.files import SHARED_MEMORY, new_file, write_all
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
@@ -43,6 +43,30 @@ class Checkpoint:
         for entry in entries(self.data):
             kind = KINDS[entry.dtype]
             yield entry.name, np.frombuffer(self.data, kind, (entry.end - entry.start) // kind.itemsize, entry.start)
+
+    def parts(self, nbytes: int) -> Iterator[tuple[bytes, memoryview]]:
+        """Yield safetensors files that have all tensors together: head and data of each. Each has at most ``nbytes``
+        bytes of data, unless it is one larger tensor."""
+        group: list[Entry] = []
+        for entry in sorted(entries(self.data), key=lambda entry: entry.start):
+            if group and entry.end - group[0].start > nbytes:
+                yield self._part(group)
+                group = []
+            group.append(entry)
+        if group:
+            yield self._part(group)
+
+    def _part(self, group: Sequence[Entry]) -> tuple[bytes, memoryview]:
+        start, end = group[0].start, group[-1].end
+        header = {
+            entry.name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "data_offsets": [entry.start - start, entry.end - start],
+            }
+            for entry in group
+        }
+        return head(header), memoryview(self.data)[start:end]
 
     def read_file(self) -> None:
         """Bring the file into the page cache."""

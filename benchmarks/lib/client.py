@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -233,12 +234,13 @@ class Client:
                 values[name] = values.get(name, 0.0) + float(value)
         return values
 
-    def upload(self, path: str, data: bytes, timeout: float = 600.0) -> tuple[int, Any]:
-        """Send ``data`` as octet-stream, and return the status and the parsed reply. Blocks, and copies nothing. Raises
+    def upload(self, path: str, pieces: Sequence[bytes | memoryview], timeout: float = 600.0) -> tuple[int, Any]:
+        """Send a body as octet-stream, and return the status and the parsed reply. Blocks, and copies nothing. Raises
         OSError or WireError."""
         connection = HTTPConnection(self._host, self._port, timeout=timeout)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(sum(map(len, pieces)))}
         try:
-            connection.request("POST", self._prefix + path, data, {"Content-Type": "application/octet-stream"})
+            connection.request("POST", self._prefix + path, iter(pieces), headers)
             reply = connection.getresponse()
             return reply.status, json.loads(reply.read())
         except (HTTPException, ValueError) as error:

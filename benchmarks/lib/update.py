@@ -12,6 +12,8 @@ from urllib.parse import urlencode
 from benchmarks.lib.checkpoint import Checkpoint, Flips
 from benchmarks.lib.client import Client, ServerError
 
+UPLOAD_PART_BYTES = 256 << 20  # the default of RolloutClient.publish
+
 
 @dataclass
 class UpdateTimes:
@@ -62,13 +64,13 @@ class Source:
         return UpdateTimes(transfer, timings["stage"] / 1000, timings["commit"] / 1000, reply["nbytes"], report)
 
     async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Make the chunk call of an open session; return its result."""
+        """Make the chunk calls of an open session; return the sums of their ``stage_ms`` and ``nbytes``."""
         raise NotImplementedError
 
-    async def upload(self, data: bytes, query: dict[str, Any]) -> dict[str, Any]:
-        """Make a chunk call with ``data`` as its body, on a thread and a connection of its own."""
+    async def upload(self, pieces: Sequence[bytes | memoryview], query: dict[str, Any]) -> dict[str, Any]:
+        """Make a chunk call with a body, on a thread and a connection of its own."""
         path = f"/v1/weights/chunk?{urlencode(query)}"
-        status, body = await asyncio.to_thread(self._client.upload, path, data)
+        status, body = await asyncio.to_thread(self._client.upload, path, pieces)
         if status != 200:
             raise ServerError(f"{path}: HTTP {status}: {str(body)[:300]}")
         return body["result"]
@@ -114,12 +116,13 @@ class OneSet(Folder):
 
 
 class Upload(Source):
-    """The trainer uploads the file from its memory over HTTP, in one body."""
+    """The trainer uploads the file from its memory over HTTP, in parts as ``RolloutClient`` does."""
 
     name = "upload"
 
     async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
-        return await self.upload(checkpoint.data, {"session_id": session_id})
+        replies = [await self.upload(part, {"session_id": session_id}) for part in checkpoint.parts(UPLOAD_PART_BYTES)]
+        return {name: sum(reply[name] for reply in replies) for name in ("stage_ms", "nbytes")}
 
 
 class SharedMemory(Source):
@@ -164,7 +167,7 @@ class Delta(Source):
 
     async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
         query = {"session_id": session_id, "encoding": "overwrite", "compression": self._compression}
-        return await self.upload(self._flips.frames[(self._sent - 1) % 2], query)
+        return await self.upload([self._flips.frames[(self._sent - 1) % 2]], query)
 
 
 class VllmReload(Folder):

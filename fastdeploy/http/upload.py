@@ -154,8 +154,8 @@ async def _abort(client: ServingClient, session_id: str) -> None:
 
 
 async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
-    """Receive a long body. It passes through a buffer that stays in the cache of a core: a mapped file would cost a
-    page fault for every 4 KiB."""
+    """Receive a long body. It passes through a buffer that stays in the CPU's cache: a mapped file would cost a page
+    fault for every 4 KiB."""
     buffer, offset = memoryview(bytearray(min(nbytes, BATCH_BYTES))), 0
     while count := await receiver.into(buffer):
         await _on_thread(file.write, offset, buffer[:count])

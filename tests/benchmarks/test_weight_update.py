@@ -49,6 +49,18 @@ def test_every_kind_of_update_is_measured(tmp_path: Path, capsys: pytest.Capture
     assert "weight updates: " in out
 
 
+def test_the_parts_of_a_checkpoint_are_files_of_at_most_so_many_bytes_with_all_tensors(tmp_path):
+    tensors = {f"t{i}": np.random.default_rng(i).random(size, np.float32) for i, size in enumerate((9, 100, 5, 5, 1))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    parts = [load(b"".join(part)) for part in Checkpoint(tmp_path).parts(40)]
+    assert all(sum(value.nbytes for value in part.values()) <= 40 or list(part) == ["t1"] for part in parts)
+    assert len(parts) == 4
+    found = {name: value for part in parts for name, value in part.items()}
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_two_flips_give_the_checkpoint_in_bfloat16_again(tmp_path, compression):
     tensors = {f"t{i}": np.random.default_rng(i).random((i + 1, 500), np.float32) for i in range(3)}
