@@ -209,7 +209,7 @@ def tokens_per_step(groups: Sequence[Sequence[tuple[list[int], list[int]]]], mos
     group go on at once, one step each; otherwise one after another, as at the tail of a batch."""
     index, steps, made = NgramIndex(), 0, 0
     for group in groups:
-        left = [Sample([*prompt, *output], len(prompt), len(prompt), Text(0, 0)) for prompt, output in group]
+        left = [Sample([*prompt, *output], len(prompt), len(prompt), Text(0)) for prompt, output in group]
         while left:
             for sample in left if together else left[:1]:
                 made += sample.step(index, most)
