@@ -64,6 +64,26 @@ def adversary(
     return ScriptedDrafter(guess)
 
 
+class Memory(ScriptedDrafter):
+    """A drafter that never drafts, and remembers what each request got in the end. The memory of a server can then be
+    asked for the coming tokens of the same request at another one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: [])
+        self._tokens: dict[tuple[object, ...], list[int]] = {}
+
+    def ended(self, request: Request) -> None:
+        self._tokens[self._key(request)] = request.token_ids[request.num_prompt_tokens :]
+
+    def coming(self, request: Request, count: int) -> list[int]:
+        """Return the next tokens of a request, at most ``count``."""
+        return self._tokens.get(self._key(request), [])[request.num_output_tokens :][:count]
+
+    @staticmethod
+    def _key(request: Request) -> tuple[object, ...]:
+        return *request.token_ids[: request.num_prompt_tokens], request.key[1], request.sampling
+
+
 def free(rows: int, sampled: int, keys: float) -> float:
     """Return the seconds of a step that takes one second, however wide it is."""
     return 1.0
