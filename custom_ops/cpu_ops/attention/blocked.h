@@ -33,25 +33,25 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
-// values of 0, and keys that may be anything. `ahead`: the units to fetch from memory meanwhile, those of the next
-// block; of the last block, its own.
+// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile, in its order there: as many
+// keys and values of the next block, the first half with the scores; at the end of the keys, what was just read.
 template <typename Element>
 struct KeyBlock {
   int64_t units;
   const Element *keys[kUnits], *values[kUnits];
-  const Element *keys_ahead[kUnits], *values_ahead[kUnits];
+  const Element* ahead[2 * kUnits];
 };
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
 // partition keep their state.
 static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, const SoftmaxState& later,
                          const SoftmaxState& state) {
-  const int64_t padded = a.cache->dim_padded;
-  for (int64_t r = 0; r < task.rows; r += 16) {
-    const int64_t count = std::min<int64_t>(16, task.rows - r);
+  const int64_t padded = a.cache->dim_padded, rows = task.rows * task.kv_heads;
+  for (int64_t r = 0; r < rows; r += 16) {
+    const int64_t count = std::min<int64_t>(16, rows - r);
     Mask sees = 0;
     for (int64_t i = 0; i < count; ++i)
-      if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
+      if (a.positions[token_of(a, task, (r + i) % task.rows)] >= begin) sees |= 1u << i;
     const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
     const Floats16 shrink = exp(mul(sub(old_best, best), set1(kLn2))),
                    weight = exp(mul(sub(later_best, best), set1(kLn2)));
@@ -72,12 +72,13 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
 
 static inline void write_out(const AttentionArgs& a, const Task& task, const SoftmaxState& state) {
   const int64_t dim = a.cache->head_dim, group = group_size(a);
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const int64_t head = task.kv_head * group + (task.first_row + r) % group;
+  for (int64_t i = 0; i < task.rows * task.kv_heads; ++i) {
+    const int64_t r = i % task.rows;
+    const int64_t head = (task.kv_head + i / task.rows) * group + (task.first_row + r) % group;
     float* to = a.out + (token_of(a, task, r) * a.heads + head) * dim;
     for (int64_t d = 0; d < dim; d += 16) {
       const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
-      store_n(to + d, div(load(state.out + r * a.cache->dim_padded + d), set1(state.mass[r])), n);
+      store_n(to + d, div(load(state.out + i * a.cache->dim_padded + d), set1(state.mass[i])), n);
     }
   }
 }
@@ -144,12 +145,49 @@ class Worker {
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
 
-  // Rows of one sequence that see its keys [begin, end).
+  // Rows of one sequence that see its keys [begin, end): `count` of each kv head.
   struct Rows {
-    int64_t sequence, kv_head;
-    const Left* query;
+    int64_t sequence, kv_head, kv_heads;
+    const Left* query;     // of the first kv head
     int64_t first, count;  // the first is the first-th row of the sequence
     int64_t begin, end;    // begin is a multiple of 64
+  };
+
+  // The keys of a block as units, in the first kv head of the rows. next() goes to the next block; units behind the end
+  // of the keys stay where they are.
+  class Units {
+   public:
+    Units() = default;
+    Units(const Worker& worker, const Rows& rows) {
+      const Cache& cache = *worker.a_.cache;
+      block_size_ = cache.block_size;
+      padded_ = worker.padded_;
+      block_elements_ = cache.block_elements;
+      table_ = worker.a_.tables + rows.sequence * worker.a_.table_width + rows.begin / block_size_;
+      slot_ = rows.begin % block_size_;
+      left_ = (rows.end - rows.begin + kUnit - 1) / kUnit;
+      data_ = static_cast<const Element*>(cache.data) + cache.offset(worker.a_.layer, 0, 0) +
+              rows.kv_head * block_size_ * padded_;
+      std::fill_n(keys, kUnits, data_);
+      next();
+    }
+
+    void next() {
+      for (int64_t u = 0; u < kUnits && left_ > 0; ++u, --left_) {
+        keys[u] = data_ + *table_ * 2 * block_elements_ + slot_ * padded_;
+        slot_ += kUnit;
+        if (slot_ < block_size_) continue;
+        slot_ = 0;
+        ++table_;
+      }
+    }
+
+    const Element* keys[kUnits];
+
+   private:
+    const Element* data_;
+    const int32_t* table_;
+    int64_t block_size_, padded_, block_elements_, slot_, left_;
   };
 
   static Workspace& workspace(int64_t padded) {
@@ -166,9 +204,10 @@ class Worker {
   }
 
   void attend_afresh(const Task& task, int64_t begin, const SoftmaxState& state) {
-    std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
-    std::fill_n(state.mass, round_up(task.rows, 16), 0.0f);
-    std::memset(state.out, 0, static_cast<size_t>(task.rows * padded_) * 4);
+    const int64_t rows = task.rows * task.kv_heads;
+    std::fill_n(state.best, rows, -INFINITY);
+    std::fill_n(state.mass, rows, 0.0f);
+    std::memset(state.out, 0, static_cast<size_t>(rows * padded_) * 4);
     attend_task(task, begin, state);
   }
 
@@ -178,18 +217,19 @@ class Worker {
     const int64_t end = partition_end(begin);
     const Left* query = queries_ + (task.kv_head * query_rows(a_) + first) * padded_;
     const int64_t keys = task.members == 1 ? task.keys : task.shared;
-    attend({task.sequence, task.kv_head, query, task.first_row, task.rows, begin, std::min(keys, end)}, state);
+    attend({task.sequence, task.kv_head, task.kv_heads, query, task.first_row, task.rows, begin, std::min(keys, end)},
+           state);
     const int64_t alone = std::max<int64_t>(begin, task.shared);
     if (task.members == 1 || alone >= end) return;
     for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
-      const SoftmaxState whole = state.from(i * group, padded_);
-      std::fill_n(work_.member.best, kQueryRows, -INFINITY);
-      std::fill_n(work_.member.mass, kQueryRows, 0.0f);
-      copy_state(whole, group, work_.member);
       const int64_t own = a_.starts[task.sequence + i] + 1;
-      attend({task.sequence + i, task.kv_head, query + i * group * padded_, 0, group, alone, std::min(own, end)},
+      for (int64_t h = 0; h < task.kv_heads; ++h)
+        copy_state(state.from(h * task.rows + i * group, padded_), group, work_.member.from(h * group, padded_));
+      attend({task.sequence + i, task.kv_head, task.kv_heads, query + i * group * padded_, 0, group, alone,
+              std::min(own, end)},
              work_.member);
-      copy_state(work_.member, group, whole);
+      for (int64_t h = 0; h < task.kv_heads; ++h)
+        copy_state(work_.member.from(h * group, padded_), group, state.from(h * task.rows + i * group, padded_));
     }
   }
 
@@ -202,36 +242,37 @@ class Worker {
   // Adds the keys to `state`. A row that sees none of them becomes NaN.
   void attend(const Rows& rows, const SoftmaxState& state) {
     if (rows.begin >= rows.end) return;
-    KeyBlock<Element> block;
-    find_units(rows, rows.begin, block.keys_ahead, block.values_ahead);
-    for (int64_t key = rows.begin; key < rows.end; key += kKeyBlock) {
-      const int64_t count = std::min(kKeyBlock, rows.end - key);
-      block.units = (count + kUnit - 1) / kUnit;
-      std::copy_n(block.keys_ahead, kUnits, block.keys);
-      std::copy_n(block.values_ahead, kUnits, block.values);
-      find_units(rows, key + kKeyBlock, block.keys_ahead, block.values_ahead);
-      if (count % kUnit != 0) {
-        const Element*& last = block.values[block.units - 1];
-        copy_values(last, padded_, count % kUnit, work_.last_values);
-        last = work_.last_values;
-      }
-      products_.score(rows.query, rows.count, block, work_.scores);
-      hide_unseen(rows, key, block.units);
-      softmax(rows.count, state);
-      products_.add_values(work_.probabilities, work_.shrink, rows.count, block, state.out);
-    }
-  }
-
-  // Finds the units of the block that begins with `key`, up to the end of the keys.
-  void find_units(const Rows& rows, int64_t key, const Element** keys, const Element** values) const {
     const Cache& cache = *a_.cache;
-    const Element* data = static_cast<const Element*>(cache.data);
-    const int32_t* table = a_.tables + rows.sequence * a_.table_width;
-    for (int64_t u = 0; u < kUnits && key < rows.end; ++u, key += kUnit) {
-      const int64_t at = (rows.kv_head * cache.block_size + key % cache.block_size) * padded_;
-      const int64_t block = table[key / cache.block_size];
-      keys[u] = data + cache.offset(a_.layer, 0, block) + at;
-      values[u] = data + cache.offset(a_.layer, 1, block) + at;
+    const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
+    Units here, ahead(*this, rows);
+    for (int64_t key = rows.begin; key < rows.end; key += kKeyBlock) {
+      here = ahead;
+      ahead.next();
+      const int64_t count = std::min(kKeyBlock, rows.end - key);
+      KeyBlock<Element> block;
+      block.units = (count + kUnit - 1) / kUnit;
+      for (int64_t h = 0, unit = 0, place = 0; h < heads; ++h) {
+        for (int64_t u = 0; u < block.units; ++u) {
+          block.keys[u] = here.keys[u] + h * head_size;
+          block.values[u] = block.keys[u] + to_values;
+        }
+        if (count % kUnit != 0) {
+          const Element*& last = block.values[block.units - 1];
+          copy_values(last, padded_, count % kUnit, work_.last_values);
+          last = work_.last_values;
+        }
+        for (const Element*& piece : block.ahead) {
+          piece = ahead.keys[unit] + (place < heads ? place * head_size : (place - heads) * head_size + to_values);
+          if (++place < 2 * heads) continue;
+          place = 0;
+          ++unit;
+        }
+        products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
+        hide_unseen(rows, key, block.units);
+        const SoftmaxState of_head = state.from(h * rows.count, padded_);
+        softmax(rows.count, of_head);
+        products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
+      }
     }
   }
 
@@ -261,11 +302,11 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
       best[r] = std::max(state.best[r], reduce_max(top) * scale);
     }
+    alignas(64) float mass[kQueryRows];
     for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
-      const Floats16 fresh = load(best + r), shrink = Products::power_of_2(sub(load(state.best + r), fresh));
+      const Floats16 shrink = Products::power_of_2(sub(load(state.best + r), load(best + r)));
       store(work_.shrink + r, shrink);
-      store(state.best + r, fresh);
-      store(state.mass + r, mul(load(state.mass + r), shrink));
+      store(mass + r, mul(load(state.mass + r), shrink));
     }
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = work_.scores + r * kKeyBlock;
@@ -275,7 +316,8 @@ class Worker {
       Products::store_weights(weights, work_.probabilities + r * kKeyBlock);
       Floats16 sum = weights[0];
       for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
-      state.mass[r] += reduce_add(sum);
+      state.mass[r] = mass[r] + reduce_add(sum);
+      state.best[r] = best[r];
     }
   }
 

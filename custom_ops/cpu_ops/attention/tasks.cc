@@ -10,6 +10,8 @@ namespace {
 // A task is split if it has more than 1 / kFairShares of all keys. A smaller task has enough others of its size beside
 // it to keep every thread busy.
 constexpr int64_t kFairShares = 64;
+// A task has all kv heads if it has no more than 1 / kFullShares of all keys then.
+constexpr int64_t kFullShares = 16;
 
 // Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
 int32_t shared_keys(const AttentionArgs& a, int64_t s) {
@@ -60,28 +62,32 @@ Tasks make_tasks(const AttentionArgs& a) {
   for (int64_t s = 0; s < a.sequences;) {
     const Neighbours together = find_neighbours(common, a.sequences, s, most);
     const int64_t rows = (a.cu_tokens[s + together.members] - a.cu_tokens[s]) * group;
-    for (int64_t first = 0; first < rows; first += kQueryRows)
-      for (int64_t head = 0; head < a.cache->kv_heads; ++head) {
-        Task task = {};
-        task.sequence = static_cast<int32_t>(s);
+    for (int64_t first = 0; first < rows; first += kQueryRows) {
+      Task task = {};
+      task.sequence = static_cast<int32_t>(s);
+      task.first_row = static_cast<int32_t>(first);
+      task.rows = static_cast<int32_t>(std::min(kQueryRows, rows - first));
+      task.members = static_cast<int32_t>(together.members);
+      task.shared = together.shared;
+      for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
+        task.keys = std::max(task.keys, a.positions[t] + 1);
+      const int64_t heads = a.cache->kv_heads, least = std::min<int64_t>(task.keys, kPartition);
+      const bool full = task.rows * heads <= kQueryRows && least * heads <= all_keys / kFullShares;
+      task.kv_heads = static_cast<int32_t>(full ? heads : 1);
+      for (int64_t head = 0; head < heads; head += task.kv_heads) {
         task.kv_head = static_cast<int32_t>(head);
-        task.first_row = static_cast<int32_t>(first);
-        task.rows = static_cast<int32_t>(std::min(kQueryRows, rows - first));
-        task.members = static_cast<int32_t>(together.members);
-        task.shared = together.shared;
-        for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
-          task.keys = std::max(task.keys, a.positions[t] + 1);
         task.partition = kAllPartitions;
-        if (task.keys <= std::max(kPartition, all_keys / kFairShares)) {
+        if (task.keys <= kPartition || task.keys * task.kv_heads <= all_keys / kFairShares) {
           *next++ = task;
           continue;
         }
         for (task.partition = 0; task.partition < partitions(task.keys); ++task.partition) {
           task.partial = static_cast<int32_t>(partial_rows);
-          partial_rows += round_up(task.rows, 16);
+          partial_rows += round_up(task.rows * task.kv_heads, 16);
           *next++ = task;
         }
       }
+    }
     s += together.members;
   }
   if (partial_rows == 0) return {list, next - list, {}};

@@ -10,7 +10,7 @@ namespace fd {
 // Keys are taken in blocks of 64 from position 0 for every query: the softmax of a row is updated in the same order in
 // a decode step and for every cut of a prompt into chunks. Keys behind the position of a row add exact zeros.
 constexpr int64_t kKeyBlock = 64;
-// Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
+// Query rows of one task: (token, head of the group) pairs that share the keys and values of a kv head.
 constexpr int64_t kQueryRows = 32;
 
 // Keys of a partition; the first begins at position 0. The result of a row is that of its first partition, merged with
@@ -22,11 +22,12 @@ constexpr int32_t kAllPartitions = -1;
 
 // If `members` is above 1, the task has one decode token of each of so many neighbouring sequences, whose first
 // `shared` keys are the same blocks of the cache (choices that share a prompt). The task reads these keys only once.
+// A task with several kv heads reads them block by block: they lie side by side in the cache. It has `rows` for each.
 struct Task {
-  int32_t sequence, kv_head, first_row, rows, members, shared;
+  int32_t sequence, kv_head, kv_heads, first_row, rows, members, shared;
   int32_t keys;       // number of keys that the last of its rows sees
   int32_t partition;  // number of the partition, or kAllPartitions
-  int32_t partial;    // unless kAllPartitions: its first row in the partial results
+  int32_t partial;    // unless kAllPartitions: its first row in the partial results, kv head by kv head
 };
 
 // The softmax of each row over the keys so far: the best score, the sum of weights relative to it, and the weighted sum

@@ -180,20 +180,23 @@ def test_a_long_request_has_the_same_bits_alone_and_among_others(ops, rng):
     np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[0, *range(2, 32)])[0], together)
 
 
-def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng):
-    spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 32, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
+def test_work_is_cut_into_tasks_by_what_else_there_is(ops, rng):
+    spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 64, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
 
     def tasks(starts: list[int], counts: list[int]) -> int:
-        """Return the number of tasks per KV head."""
         tables = [[r] * (MAX_LEN // SMALL.block_size) for r in range(len(starts))]  # no two share a beginning
-        return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec) // SMALL.kv_heads
+        return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec)
 
-    assert [tasks([keys - 1], [1]) for keys in (1, 64, 1024, 1025, 2048, 3000)] == [1, 1, 1, 2, 2, 3]
-    assert tasks([3000, *[60] * 7], [1] * 8) == 3 + 7
-    assert tasks([1500] * 31, [1] * 31) == 2 * 31
-    assert tasks([1500] * 32, [1] * 32) == 32
-    assert tasks([3000, 0], [1, 1600]) == 1 + 100, "a long chunk makes enough tasks"
-    assert tasks([1020], [8]) == 2, "the second task has the last four tokens only"
+    heads = SMALL.kv_heads
+    expected = [heads * partitions for partitions in (1, 1, 1, 2, 2, 3)]
+    assert [tasks([keys - 1], [1]) for keys in (1, 64, 1024, 1025, 2048, 3000)] == expected
+    assert tasks([1020], [8]) == 2 * heads, "the second partition has the last four tokens only"
+    assert tasks([60] * 15, [1] * 15) == 15 * heads
+    assert tasks([60] * 16, [1] * 16) == 16, "all KV heads of a request are one task if there are enough others"
+    assert tasks([3000, *[60] * 7], [1] * 8) == 3 * heads + 7
+    assert tasks([1500] * 63, [1] * 63) == 63 * 2
+    assert tasks([1500] * 64, [1] * 64) == 64, "all partitions are one task if there are enough others"
+    assert tasks([2500, 0], [1, 1600]) == 1 + 100 * heads, "a long chunk makes enough tasks"
 
 
 def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task(ops, rng):
