@@ -116,7 +116,7 @@ def test_a_machine_whose_speed_changes_keeps_the_ratio(slow, streams):
     assert len(steps) <= 1.4 * usual
     alone_s = simulation.machine.step_s(decodes(streams, simulation.running[0].num_tokens))
     assert sum(steps) <= PROMISED * alone_s * len(steps)
-    assert max(steps[40:]) <= 1.1 * PROMISED * alone_s
+    assert max(steps[40:]) <= 1.2 * PROMISED * alone_s
 
 
 def test_a_noisy_machine_keeps_the_ratio_and_computes_prompts():
