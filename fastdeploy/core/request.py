@@ -272,6 +272,7 @@ class Request:
             self.kv_recomputed,
             served.adapter_name,
             served.adapter_epoch,
+            served.quantization,
         )
         return NewTokens(self, token_ids, logprobs, span, at == 0, gap_s, ending)
 

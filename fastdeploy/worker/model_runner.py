@@ -22,8 +22,8 @@ from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
-from fastdeploy.model_executor.parameters import Value, checksums
+from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter, PackedLinear
+from fastdeploy.model_executor.parameters import Value, as_linear, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
@@ -48,6 +48,7 @@ class ModelRunner:
     model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
     folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
     these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
+    quantization: of the linears that steps multiply with, "int8" or None; see ``Ops.quantize``.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -68,6 +69,7 @@ class ModelRunner:
         max_lora_rank: int = 64,
         standby_weights: str = "auto",
         engines_on_host: int = 1,
+        quantization: str | None = None,
     ):
         paddle.set_device("cpu")
         if block_size < 1 or block_size % 16:
@@ -93,10 +95,11 @@ class ModelRunner:
             raise InvalidField(
                 "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
             )
-        self.model = build_model(self.config, self.ops, wanted_len)
+        self.model = build_model(self.config, self.ops, wanted_len, quantization)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
+        self._asleep_bytes = 0  # of the weights in memory
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
         self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=num_blocks * block_bytes)
@@ -116,6 +119,7 @@ class ModelRunner:
             eos_token_ids=self.config.eos_token_ids,
             num_blocks=num_blocks,
             block_size=block_size,
+            quantization=quantization,
         )
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
@@ -220,6 +224,7 @@ class ModelRunner:
         before = resident_memory()
         if WEIGHT in tags:
             self._spill = written.result() if written is not None else None
+            self._asleep_bytes = sum(linear.nbytes for linear in self._linears())
             self.weights = None
             self._standby.drop()
         if KV_CACHE in tags:
@@ -235,7 +240,7 @@ class ModelRunner:
             if tag not in self.asleep:
                 raise WrongOrder(f"{tag} does not sleep")
         sleeping = self._spill if WEIGHT in tags else None
-        needed = (sleeping.nbytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
+        needed = (self._asleep_bytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
         return None if sleeping is None else SpillMove(functools.partial(self._read_spill, sleeping))
@@ -262,13 +267,19 @@ class ModelRunner:
             raise WrongOrder("there are no complete weights")
         return self.weights.values
 
+    def _linears(self) -> list[PackedLinear]:
+        values = {} if self.weights is None else self.weights.values
+        return [as_linear(values[one.key]) for one in self.model.parameters if values and not one.is_vector]
+
     def _serving(self) -> Serving:
         return Serving(self._values(), self._fingerprints)
 
     def _read_spill(self, sleeping: Spill, check: Check) -> ModelWeights:
         try:
             with paddle.no_grad():
-                weights = self.model.assemble(sleeping.read(self.ops, check))
+                values = sleeping.read(self.ops, check)
+                self.model.quantize(values, np.zeros(1, np.int32))
+                weights = self.model.assemble(values)
         except MemoryError as error:
             raise OutOfSpace(f"no memory to wake up: {error}") from error
         give_back_freed_memory()
