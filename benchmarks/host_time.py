@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,7 @@ import zmq
 from benchmarks.lib.report import plain_table
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.process import collect_rarely
+from fastdeploy.core.request import Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
@@ -33,6 +34,7 @@ from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
+from fastdeploy.scheduler.ngram_drafter import NgramDrafter
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler
 
@@ -64,6 +66,18 @@ class InstantOps:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = len(token_ids)
         return np.zeros(rows, np.float32), np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
+
+
+class UnusedDrafts:
+    """A drafter that takes its full time, and whose drafts are not used: each step has one token of each sequence."""
+
+    def __init__(self) -> None:
+        self._drafter = NgramDrafter(lambda rows, sampled, keys: 1.0)
+        self.ended = self._drafter.ended
+
+    def draft(self, requests: Sequence[Request], other_rows: int, most: int) -> Mapping[Request, list[int]]:
+        self._drafter.draft(requests, other_rows, most)
+        return {}
 
 
 class Stopwatch:
@@ -131,7 +145,7 @@ def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: 
         max_num_batched_tokens=running * context,
         max_step_ms=1e6,
     )
-    return CommonEngine(config, make_runner(num_blocks), ZmqRouterTransport(endpoint))
+    return CommonEngine(config, make_runner(num_blocks), ZmqRouterTransport(endpoint), drafter=UnusedDrafts())
 
 
 def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
@@ -151,6 +165,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
     runner = cast(ModelRunner, engine._runner)
     clock.watch_method("messages in", engine._transport, "recv")
     clock.watch_method("plan", engine.scheduler, "plan")
+    clock.watch_method("drafts", engine.scheduler.speculation, "drafts")
     clock.watch_method("model runner", runner, "execute")
     watch_runner(clock, runner)
     clock.watch_method("apply", engine.scheduler, "apply")

@@ -30,7 +30,7 @@ def document(done: Sequence[LoadComparison], costs: Sequence[Costs], shape: Shap
     lines = [
         f"### {machine_kind(cpu_flags())}",
         f"{found['cpu']}, {found['cores']} cores; {model.name}, {weights / 1e9:.2f} GB of weights. {versions}.",
-        f"{machine_line([probe for compared in done for probe in compared.probes])}.",
+        f"In this run {machine_line([probe for compared in done for probe in compared.probes])}.",
         f"```bash\n{command}\n```",
         speed_table(done, shape),
         cost_table(costs),

@@ -75,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_gpu_blocks_override: Annotated[int | None, _engine("KV blocks (from --kv-cache-gb, or the free memory)")] = None
     kv_cache_gb: Annotated[float | None, _engine("memory for the KV cache in GiB")] = None
     enable_prefix_caching: Annotated[bool, _engine("reuse the KV of equal prompt beginnings")] = True
+    enable_speculative_decoding: Annotated[bool, _engine("verify tokens that recent text predicts")] = True
     max_retained: Annotated[int, _engine("results kept for retain_s")] = 4096
     max_retained_mb: Annotated[int, _engine("MiB of such results, those of running requests included")] = 1024
     trace: Annotated[str, _engine("file for a trace; one that exists is kept, and NAME.2.json is written")] = ""

@@ -80,7 +80,7 @@ class Inbox:
 class CommonEngine:
     """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
     for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
-    the requests with retain_s; None = there is no next engine. drafter: guesses tokens; None = no drafts.
+    the requests with retain_s; None = there is no next engine. drafter: guesses tokens; None = as the config says.
 
     events: gets all that happens, for those who look."""
 

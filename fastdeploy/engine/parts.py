@@ -25,6 +25,7 @@ from fastdeploy.engine.updates.weights import WeightSessions
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.drafts import Drafter, NoDrafts
+from fastdeploy.scheduler.ngram_drafter import NgramDrafter
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.scheduler import Scheduler
 
@@ -54,7 +55,8 @@ class EngineParts:
         memory = AdapterMemory(config.adapter_memory_mb << 20)
         max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
         pacer = StepPacer(config.max_num_batched_tokens, max_step_s)
-        drafter = drafter or NoDrafts()
+        if drafter is None:
+            drafter = NgramDrafter(pacer.cost.cost) if config.enable_speculative_decoding else NoDrafts()
         scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, drafter, events)
 
         retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -56,6 +56,16 @@ class _Series(Collector):
         for value, figure in self._read().items():
             family.add_metric([value], figure)
         yield family
+
+
+class _Count(Collector):
+    """A counter whose value is kept elsewhere. See ``EngineMetrics.add_counter``."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], float]):
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self._name, self._text, self._read())
 
 
 class EngineMetrics:
@@ -113,6 +123,10 @@ class EngineMetrics:
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a figure that each scrape gets from ``read``."""
         Gauge(f"fastdeploy:{name}", text, registry=self.registry).set_function(read)
+
+    def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a count since the start, whose name ends with ``_total`` in a scrape, which gets it from ``read``."""
+        self.registry.register(_Count(f"fastdeploy:{name}", text, read))
 
     def add_flags(self, name: str, text: str, label: str, values: Iterable[str], read: Callable[[str], bool]) -> None:
         """Add a figure of 0 or 1 for each of ``values``, which are the values of ``label``."""

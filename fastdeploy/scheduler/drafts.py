@@ -22,9 +22,6 @@ class Drafter(Protocol):
         other_rows: tokens that the step computes for other requests. most: drafts that fit into the step."""
         ...
 
-    def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        """Record that a step has verified ``drafted`` drafts, and that the first ``accepted`` of them were right."""
-
     def ended(self, request: Request) -> None:
         """Record that a request gets no more tokens."""
 
@@ -34,8 +31,6 @@ class NoDrafts:
 
     def draft(self, requests: Sequence[Request], other_rows: int, most: int) -> Mapping[Request, list[int]]:
         return {}
-
-    def verified(self, request: Request, drafted: int, accepted: int) -> None: ...
 
     def ended(self, request: Request) -> None: ...
 
@@ -64,15 +59,14 @@ class Speculation:
             found[request] = drafts
         return found
 
-    def verified(self, new: NewTokens, drafted: int, right: int) -> None:
+    def verified(self, new: NewTokens, drafted: int) -> None:
         """Take in that drafts have become tokens: the runner knows them, and has computed their KV. The KV behind them
-        is of no token, and is overwritten. right: drafts that were right, also those behind an end of the request."""
+        is of no token, and is overwritten."""
         accepted = len(new.token_ids) - 1
         new.request.num_computed += accepted
         new.request.num_sent_tokens += accepted
         self.num_drafted += drafted
         self.num_accepted += accepted
-        self.drafter.verified(new.request, drafted, right)
 
     def ended(self, request: Request) -> None:
         """Record that a request gets no more tokens."""

@@ -48,7 +48,7 @@ class StepPacer:
         """Return the room for prompts in a step that computes one token of each of ``decodes``."""
         taken = self._budget is not None and self._budget.taken
         self._steps_with_prompts = self._steps_with_prompts + 1 if taken else 0
-        probe = self._steps_with_prompts >= PROBE_STEPS
+        probe = self._max_step_s is None and self._steps_with_prompts >= PROBE_STEPS
         self._budget = PromptBudget(self.cost, decodes, self.max_tokens, self._max_step_s, probe)
         return self._budget
 

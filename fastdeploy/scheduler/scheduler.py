@@ -282,7 +282,7 @@ class Scheduler:
             new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
             tokens.append(new)
             if chunk.drafted:
-                self.speculation.verified(new, chunk.drafted, len(sampled.token_ids) - 1)
+                self.speculation.verified(new, chunk.drafted)
             self.kv.publish(request)
             if not request.group.started:
                 self._group_started(request)

@@ -28,6 +28,7 @@ from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
+from fastdeploy.scheduler.drafts import NoDrafts
 from rl.real_server import Killed, MortalTransport, PacedRunner
 from support.uvicorn_ticks import shorten_ticks
 
@@ -64,7 +65,7 @@ class FakeEngine:
         """Start the engine. prepare(engine): called before its loop begins."""
         self.runner = PacedRunner(**self._runner_options)
         self._transport = StoppableTransport(self.endpoint)
-        self.engine = CommonEngine(self._config, self.runner, self._transport, uuid.uuid4().hex)
+        self.engine = CommonEngine(self._config, self.runner, self._transport, uuid.uuid4().hex, drafter=NoDrafts())
         prepare(self.engine)
         self._loop = threading.Thread(target=self._run, args=(self.engine,), daemon=True)
         self._loop.start()

@@ -1,7 +1,9 @@
-"""Number of prompt tokens in a step, on machines whose steps take the time of a formula"""
+"""Number of prompt tokens in a step, on machines whose steps take the time of a formula."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -9,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy.scheduler.pacer import FIRST_GUESS, LEAST, LONGEST_STEP_S, STRETCH, StepPacer
+from fastdeploy.core.plan import StepPlan, StepResult
+from fastdeploy.scheduler.pacer import FIRST_GUESS, LEAST, LONGEST_STEP_S, PROBE_STEPS, STRETCH, StepPacer
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 from support.search import examples
 from support.timed_machine import Machine, chunk, decodes, warmed_up
 
@@ -156,3 +161,34 @@ def test_decodes_that_fill_a_step_leave_no_room():
 def test_the_first_step_is_small():
     assert StepPacer(2048).budget([]).take(Prompt(1000)) == FIRST_GUESS
     assert StepPacer(20).budget([]).take(Prompt(1000)) == 20
+
+
+class TimedFakeRunner(FakeRunner):
+    """A fake runner whose steps take the time that a machine needs."""
+
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
+        self.step_s = Machine().step_s(plan.chunks)
+        return super().execute(plan, between_layers)
+
+
+@pytest.mark.parametrize("came_later", [True, False])
+def test_the_engine_paces_a_prompt_that_comes_while_a_request_runs(came_later):
+    runner = TimedFakeRunner(num_blocks=400, max_model_len=1000)
+    h = Harness(runner, max_num_batched_tokens=1024)
+    h.engine.scheduler.pacer.cost = warmed_up(Machine()).cost
+    h.add("stream", [1] * 10, max_tokens=200)
+    h.run_rounds(20)
+    first = len(runner.plans)
+    h.add("prompt", list(range(600)), max_tokens=2, arrival=time.time() + 100 if came_later else 1.0)
+    h.run_out()
+    plans = runner.plans[first:]
+    steps = [plan.num_tokens for plan in plans if any(chunk.count > 1 for chunk in plan.chunks)]
+    if came_later:
+        assert len(steps) > 600 / 30
+        # Every now and then, a step shows what the stream alone takes.
+        sizes = [plan.num_tokens for plan in plans[: len(steps)]]
+        assert PROBE_STEPS <= sizes.index(1) <= PROBE_STEPS + 2
+    else:
+        assert len(steps) <= 4
+    assert h.stream("stream").tokens == expected_tokens([1] * 10, 200)
+    assert h.stream("prompt").tokens == expected_tokens(list(range(600)), 2)

@@ -12,11 +12,10 @@ MOST = 6  # drafts of one request
 
 
 class ScriptedDrafter:
-    """A drafter that asks ``guess`` for the drafts of each request. seen: (drafted, accepted) of each chunk."""
+    """A drafter that asks ``guess`` for the drafts of each request."""
 
     def __init__(self, guess: Callable[[Request], list[int]]):
         self.guess = guess
-        self.seen: list[tuple[int, int]] = []
 
     def draft(self, requests: Sequence[Request], other_rows: int, most: int) -> Mapping[Request, list[int]]:
         drafts = {}
@@ -25,10 +24,6 @@ class ScriptedDrafter:
             most -= len(drafted)
             drafts[request] = drafted
         return drafts
-
-    def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted > 0
-        self.seen.append((drafted, accepted))
 
     def ended(self, request: Request) -> None: ...
 
@@ -64,3 +59,13 @@ def adversary(runner: FakeRunner, seed: int = 0) -> ScriptedDrafter:
         return []
 
     return ScriptedDrafter(guess)
+
+
+def free(rows: int, sampled: int, keys: float) -> float:
+    """Return the seconds of a step that takes one second, however wide it is."""
+    return 1.0
+
+
+def per_row(base: float, row: float) -> Callable[[int, int, float], float]:
+    """Return a cost of ``base`` seconds, and ``row`` more for each row."""
+    return lambda rows, sampled, keys: base + row * rows

@@ -23,7 +23,7 @@ from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.scheduler.drafts import Drafter
+from fastdeploy.scheduler.drafts import Drafter, NoDrafts
 from support.fake_runner import FakeRunner, write_adapter
 
 PROMPT = [1, 2, 3]
@@ -99,7 +99,7 @@ class Harness:
             clock=lambda: self.now,
             runs=lambda pid: pid in self.running_pids,
             retained_log=retained_log,
-            drafter=drafter,
+            drafter=drafter or NoDrafts(),
         )
         self._calls = count(1)
         self._folder: Path | None = None

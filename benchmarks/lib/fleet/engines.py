@@ -31,6 +31,7 @@ from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.requests.retention import RetainedLog
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
+from fastdeploy.scheduler.drafts import NoDrafts
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 60.0  # for imports on a busy machine
@@ -55,7 +56,9 @@ def run_engine(order: EngineOrder, slowness: Any, bound: Any) -> None:
     logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
     runner = SleepingRunner(order.costs, lambda: slowness[order.number])
     transport = ZmqRouterTransport(order.endpoint)
-    engine = CommonEngine(order.config, runner, transport, uuid.uuid4().hex, retained_log=RetainedLog(order.log))
+    engine = CommonEngine(
+        order.config, runner, transport, uuid.uuid4().hex, retained_log=RetainedLog(order.log), drafter=NoDrafts()
+    )
     collect_rarely()
     bound.release()
     engine.run()

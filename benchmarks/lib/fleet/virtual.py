@@ -22,6 +22,7 @@ from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
 from fastdeploy.inter_communicator.transport import InprocConnection, InprocTransport
+from fastdeploy.scheduler.drafts import NoDrafts
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -87,7 +88,7 @@ class VirtualEngine(InprocTransport):
         super().__init__()
         self._loop = asyncio.get_running_loop()
         self._runner = InstantRunner(costs)
-        self._engine = CommonEngine(config, self._runner, self, clock=self._loop.time)
+        self._engine = CommonEngine(config, self._runner, self, clock=self._loop.time, drafter=NoDrafts())
         self._sent: list[tuple[str, ToClient]] = []  # by the step
         self._busy = False
 

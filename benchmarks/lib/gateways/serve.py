@@ -30,6 +30,7 @@ from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
+from fastdeploy.scheduler.drafts import NoDrafts
 
 MODEL = "timed"
 
@@ -46,7 +47,7 @@ def run_engine(endpoint: str, step_s: float) -> None:
     """Run the engine until its process ends."""
     runner = ClockRunner(Costs(step_s=step_s, num_blocks=4096, vocab_size=255))
     config = EngineConfig(model=MODEL, max_num_seqs=64)
-    CommonEngine(config, runner, ZmqRouterTransport(endpoint), uuid.uuid4().hex).run()
+    CommonEngine(config, runner, ZmqRouterTransport(endpoint), uuid.uuid4().hex, drafter=NoDrafts()).run()
 
 
 def main() -> None:

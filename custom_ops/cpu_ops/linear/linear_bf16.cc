@@ -7,10 +7,8 @@
 //
 // Throughput: two VDPBF16PS per cycle with a latency of 6 (Zen 5; others one), so 12 chains keep the units busy. A
 // strip of 12 rows x 2 column tiles takes 24 accumulators, 2 registers of weights and 1 of input, and loads 14 vectors
-// for 24 multiplications. The bottleneck is:
-//   one strip   memory: the weights are read once, in order, and the loop itself prefetches them
-//   beyond      the units, if loads hit L1: K is cut so that the weights of a cut stay in L1 for all strips of a block
-//               of rows. Meanwhile the next weights are prefetched to L2.
+// for 24 multiplications. K is cut, so that the weights of a cut stay in L1 for all strips of a block of rows, while
+// the next cut is prefetched. Up to some 24 rows memory is the bottleneck: the weights are read once, in order.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -25,9 +23,8 @@ namespace {
 
 constexpr int64_t kStrip = 12;
 constexpr int64_t kBlockStrips = 21;  // strips of a block of rows: 252 rows of q05 (hidden 896) take half of L2
-// K tiles of a cut: few where memory is the bottleneck, since one cut is the prefetch distance; else as many as fill
-// half of L1.
-constexpr int64_t kFewSteps = 4, kL1Steps = 10;
+// K tiles of a cut: the weights of two cuts, 20 KiB, share L1 with the rows of a strip. 4 to 14 are as fast (Zen 5).
+constexpr int64_t kCutSteps = 5;
 constexpr int64_t kLoraRows = 32;  // rows of which the adapters are prefetched
 constexpr int64_t kParts = 4;      // parts of a step, with prefetches before each
 // Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
@@ -42,8 +39,8 @@ InputTiles new_tiles(ScratchSlot slot, int64_t m, const Weight& w) {
   return InputTiles(slot, m, tile_rows(m), tile_rows(m), w);
 }
 
-// Prefetches what the next multiplications need, a few lines at a time: the next cut of two column tiles to L2, the
-// rows of the next strip to L1, and adapters.
+// Prefetches what the next multiplications need, a few lines at a time: the next cut of two column tiles, the
+// rows of the next strip, and adapters.
 struct Fetch {
   const char *w0, *w1, *w0_end, *x, *x_end;
   int64_t w_lines, x_lines;  // of each column tile, and of the rows, at a time
@@ -51,8 +48,8 @@ struct Fetch {
 
   inline void go() {
     for (int64_t i = 0; i < w_lines && w0 < w0_end; ++i, w0 += 64, w1 += 64) {
-      _mm_prefetch(w0, _MM_HINT_T1);
-      _mm_prefetch(w1, _MM_HINT_T1);
+      _mm_prefetch(w0, _MM_HINT_T0);
+      _mm_prefetch(w1, _MM_HINT_T0);
     }
     for (int64_t i = 0; i < x_lines && x < x_end; ++i, x += 64) _mm_prefetch(x, _MM_HINT_T0);
     loras.go();
@@ -113,7 +110,7 @@ void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expans
                Pairs pairs, int64_t begin, int64_t end, const Finish& finish, const Expect& expect) {
   const char* weight = static_cast<const char*>(w.data);
   const int64_t column_bytes = w.tile_elements() * 2, steps = input.k_tiles, strips = block.last - block.first;
-  const int64_t most = strips == 1 ? kFewSteps : kL1Steps, cuts = (steps + most - 1) / most;
+  const int64_t cuts = (steps + kCutSteps - 1) / kCutSteps;
   const int64_t first_row = block.first * input.rows, last_row = std::min(m, block.last * input.rows);
   alignas(64) float sums[kBlockStrips * kStrip * 32];
   Fetch fetch = {};

@@ -188,6 +188,9 @@ def _add_request_gauges(parts: EngineParts) -> None:
     add("prefix_cache_hit_tokens", "Tokens served from the prefix cache since start", lambda: kv.hit_tokens)
     add("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", lambda: kv.queried_tokens)
     add("num_preemptions", "Preemptions of sequences since start", lambda: scheduler.num_preemptions)
+    speculation, count = scheduler.speculation, parts.metrics.add_counter
+    count("spec_decode_num_draft_tokens", "Drafts that were verified", lambda: speculation.num_drafted)
+    count("spec_decode_num_accepted_tokens", "Drafts that became tokens", lambda: speculation.num_accepted)
     add("recomputed_tokens", "Tokens computed again after their KV was lost", lambda: scheduler.num_recomputed)
     add("num_requests_frozen", "Sequences whose adapter is paused while they run", lambda: len(scheduler.frozen))
     add("retained_bytes", "Memory of results kept for retain_s, about", lambda: retention.nbytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -179,6 +179,11 @@ def address(array: np.ndarray) -> int:
     return address
 
 
+def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Call ``free`` when the owner is deleted, but not at the end of the process: a thread may still use the memory."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
 def handle_of(weight: PackedLinear) -> int:
     """Return the library's handle of a weight that these ops packed."""
     assert isinstance(weight, CpuLinear)
@@ -199,7 +204,7 @@ class CpuLinear:
         self.with_bias = with_bias
         self.quantized = False
         self._library = library
-        weakref.finalize(self, library.fd_free_weight, self.handle)
+        _free_with(self, library.fd_free_weight, self.handle)
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +232,7 @@ class CpuKVCache:
         self.num_kv_heads = heads
         self.head_dim = dim
         self.nbytes = library.fd_cache_bytes(self.handle)
-        weakref.finalize(self, library.fd_free_cache, self.handle)
+        _free_with(self, library.fd_free_cache, self.handle)
 
 
 def cache_handle(cache: KVCache) -> int:
@@ -262,7 +267,7 @@ class CpuLora:
             raise MemoryError(
                 f"no memory for an adapter of rank {self.rank} of a weight of {self.out_features} x {columns}"
             )
-        weakref.finalize(self, library.fd_free_lora, self.handle)
+        _free_with(self, library.fd_free_lora, self.handle)
         self.nbytes = library.fd_lora_bytes(self.handle)
         first_rows, first_ranks = np.cumsum([0, *rows]).tolist(), np.cumsum([0, *ranks]).tolist()
         for part, first_row, n, first_rank, rank in zip(parts, first_rows, rows, first_ranks, ranks, strict=False):

@@ -1,4 +1,5 @@
-"""An op raises MemoryError when the system has no memory left. The process lives on, and the next op works."""
+"""An op raises MemoryError when the system has no memory left: the process lives on, and the next op works. And a
+process may end while an op runs."""
 
 from __future__ import annotations
 
@@ -84,4 +85,23 @@ ops.set_num_threads(2)
 assert (ops.sample(logits, greedy) == 0).all()
 """,
         threads=64,
+    )
+
+
+def test_a_process_may_end_while_a_thread_copies_weights():
+    """The copy that the engine makes for the next update may be under way."""
+    run_alone(
+        """
+import threading, time
+ops = CpuOps("bfloat16")
+weights = [ops.new_linear(1 << 14, 1 << 12, False) for _ in range(2)]
+
+def copy():
+    while True:
+        ops.copy_rows(*weights, 0, 1 << 14)
+
+threading.Thread(target=copy, daemon=True).start()
+time.sleep(0.3)
+""",
+        threads=1,
     )
