@@ -26,7 +26,7 @@ MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
 and KV cache and 1 GiB are free, kept while 1 GiB is free"""
 MAX_STEP = "time that a step with prefill may take (1.5 steps of the requests that ran before; else 250)"
-QUANTIZATION = "of what steps multiply with, made of bfloat16 weights when these are loaded or updated (none)"
+QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -102,8 +102,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             _require("trace", is_file, "a regular file or a new one", self.trace)
             _require_writable("trace", os.path.dirname(os.path.abspath(self.trace)))
         _require_choices(self)
-        quantizable = self.quantization is None or self.dtype != "float32"
-        _require("quantization", quantizable, "the dtype bfloat16 for it", f"{self.dtype} in --dtype")
         require_positive_numbers(self, but=("max_retained", "short_lives"))
         _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self

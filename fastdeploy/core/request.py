@@ -125,6 +125,8 @@ class Scope:
             label["lora_name"] = self.lora_name
         if served.adapter:
             label["adapter_epoch"] = served.adapter_epoch
+        if served.quantization:
+            label["quantization"] = served.quantization
         return label
 
 

@@ -18,7 +18,7 @@ class PartReceipt(NamedTuple):
 
 class ModelInfo(NamedTuple):
     """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
-    commit brings others. quantization: of what steps multiply with, "int8" or None."""
+    commit brings others. quantization: see ``EngineConfig``."""
 
     name: str
     dtype: str
@@ -28,12 +28,6 @@ class ModelInfo(NamedTuple):
     num_blocks: int
     block_size: int
     quantization: str | None = None
-
-
-def served_as(info: ModelInfo) -> dict[str, str | None]:
-    """Return the fields of a report that tell how weights are kept: the dtype of their values, and what steps multiply
-    with if that is less."""
-    return {"dtype": info.dtype, "quantization": info.quantization}
 
 
 class Staged(NamedTuple):

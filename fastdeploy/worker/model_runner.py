@@ -22,8 +22,8 @@ from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter, PackedLinear
-from fastdeploy.model_executor.parameters import Value, as_linear, checksums
+from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
+from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
@@ -48,7 +48,7 @@ class ModelRunner:
     model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
     folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
     these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
-    quantization: of the linears that steps multiply with, "int8" or None; see ``Ops.quantize``.
+    quantization: see ``build_model``.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -99,7 +99,6 @@ class ModelRunner:
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
-        self._asleep_bytes = 0  # of the weights in memory
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
         self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=num_blocks * block_bytes)
@@ -224,7 +223,6 @@ class ModelRunner:
         before = resident_memory()
         if WEIGHT in tags:
             self._spill = written.result() if written is not None else None
-            self._asleep_bytes = sum(linear.nbytes for linear in self._linears())
             self.weights = None
             self._standby.drop()
         if KV_CACHE in tags:
@@ -240,7 +238,7 @@ class ModelRunner:
             if tag not in self.asleep:
                 raise WrongOrder(f"{tag} does not sleep")
         sleeping = self._spill if WEIGHT in tags else None
-        needed = (self._asleep_bytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
+        needed = (sleeping.nbytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
         return None if sleeping is None else SpillMove(functools.partial(self._read_spill, sleeping))
@@ -266,10 +264,6 @@ class ModelRunner:
         if self.weights is None:
             raise WrongOrder("there are no complete weights")
         return self.weights.values
-
-    def _linears(self) -> list[PackedLinear]:
-        values = {} if self.weights is None else self.weights.values
-        return [as_linear(values[one.key]) for one in self.model.parameters if values and not one.is_vector]
 
     def _serving(self) -> Serving:
         return Serving(self._values(), self._fingerprints)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, UpdateInProgress, WrongOrder
 from fastdeploy.core.request import Scope
-from fastdeploy.core.runner import Runner, served_as
+from fastdeploy.core.runner import Runner
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Answer
@@ -42,7 +42,7 @@ class WeightInfo:
     def info(self, args: WeightInfoArgs, answer: Answer) -> None:
         """Answer at once. With ``args.checksums``, answer when the staging thread has computed them."""
         label = self._scope.weights_label()
-        result = {**label, **served_as(self._runner.info), **self._committed()._asdict()}
+        result = {**label, "dtype": self._runner.info.dtype, **self._committed()._asdict()}
         result["standby_nbytes"] = self._runner.standby_nbytes
         result |= {"session": self._sessions.describe_session(), "asleep": sorted(self._runner.asleep)}
         if not args.checksums:

@@ -72,7 +72,6 @@ class WeightSwitch:
             "status": "committed",
             **whole.weights_label(),
             **self.committed()._asdict(),
-            "quantization": self._runner.info.quantization,
             "previous_version": before.version,
             "previous_weight_epoch": before.weight_epoch,
             "kv": kv,

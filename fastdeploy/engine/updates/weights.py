@@ -24,7 +24,7 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.request import Scope
-from fastdeploy.core.runner import PartReceipt, Runner, served_as
+from fastdeploy.core.runner import PartReceipt, Runner
 from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.engine.field_checks import check_fingerprint, check_form, check_kv, check_label, check_result_is_named
 from fastdeploy.engine.handlers import handles
@@ -243,7 +243,7 @@ class WeightSessions:
 
     def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> WeightSession:
         timeout_s = self._check_begin(args)
-        facts = {"fingerprint": self._runner.fingerprint, **served_as(self._runner.info)}
+        facts = {"fingerprint": self._runner.fingerprint, "dtype": self._runner.info.dtype}
         opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **facts}
         staging = self._runner.begin_update(args.partial, delta=args.base is not None)
         self._book.session = session = WeightSession(

@@ -223,7 +223,6 @@ def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:
     add, runner, pause, weights = parts.metrics.add_gauge, parts.runner, parts.scopes.whole_pause, parts.weights
     add("rejecting_new_requests", "1 while a pause hold stands", lambda: pause.rejecting_new_requests)
     add("is_paused", "1 while quiesced", lambda: pause.is_paused)
-    used = runner.info.quantization or "none"
     base, text = parts.scopes.base, "Number of the weights that serve; every commit raises it"
     add("weight_epoch", text, lambda: base.served.weight_epoch)
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
@@ -235,7 +234,7 @@ def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:
     add("engine_short_lives", text, lambda: short_lives)
     text = "Memory of the standby copy, packed weights that do not serve"
     add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
-    text = "1 for the quantization of the weights"
-    parts.metrics.add_flags("quantization", text, "quantization", ["none", *QUANTIZATIONS], lambda name: name == used)
+    text, used = "1 for the quantization of the weights that serve", base.served.quantization
+    parts.metrics.add_flags("quantization", text, "quantization", QUANTIZATIONS, lambda name: name == used)
     text = "1 while memory of this tag is released"
     parts.metrics.add_flags("asleep", text, "tag", TAGS, lambda tag: tag in runner.asleep)

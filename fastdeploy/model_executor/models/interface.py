@@ -40,6 +40,11 @@ class ModelWeights:
     lm_head: PackedLinear
     values: Mapping[str, Value]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all linears."""
+        return sum(value.nbytes for value in self.values.values() if not isinstance(value, paddle.Tensor))
+
 
 class BlockBuilder(Protocol):
     """The builder of one block of every layer."""
