@@ -7,9 +7,9 @@
 Starts this engine and vLLM. In each repeat, this engine gets every kind of update, live and paused, and then vLLM gets
 its reload of the same folder, paused. ``--streams`` generations run on the engine that is measured, for ``--quiet-s``
 seconds before the update. Whole updates alternate between a slightly changed copy of the checkpoint and the checkpoint
-itself. A delta flips the lowest bit of 1 % or 3 % of all values, at random places. The kind one-set lets the old
-weights go before it reads the new ones. The memory is the peak during the calls: that of the engine, and what they put
-into /dev/shm.
+itself. A folder is in the page cache; folder-on-disk is not. A delta flips the lowest bit of 1 % or 3 % of all values,
+at random places. The kind one-set lets the old weights go before it reads the new ones. The memory is the peak during
+the calls: that of the engine, and what they put into /dev/shm.
 
 Exits 1 if a stream ended or a token has the wrong version, 2 if the first engine cannot be started or driven.
 """
@@ -34,11 +34,12 @@ from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.tensors import perturbed_copy
-from benchmarks.lib.update import Delta, Folder, OneSet, SharedMemory, Source, Upload, VllmReload
+from benchmarks.lib.update import Delta, Folder, FolderOnDisk, OneSet, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
 
 SERVED = "base"
-FOLDER, SHARED, UPLOAD, ONE_SET, DELTA = KINDS = ("folder", "shared-memory", "upload", "one-set", "delta")
+FOLDER, DISK, SHARED, UPLOAD, ONE_SET, DELTA = KINDS = (
+    "folder", "folder-on-disk", "shared-memory", "upload", "one-set", "delta")  # fmt: skip
 Makers = dict[str, Callable[[Client], Source]]
 
 
@@ -53,7 +54,9 @@ class Variant:
 
 def variants(kinds: Sequence[str]) -> list[Variant]:
     """Return the updates of this engine, in the order in which they are measured."""
-    found = [Variant(kind, paused) for kind in (FOLDER, SHARED, UPLOAD) if kind in kinds for paused in (True, False)]
+    found = [
+        Variant(kind, paused) for kind in (FOLDER, DISK, SHARED, UPLOAD) if kind in kinds for paused in (True, False)
+    ]
     if FOLDER in kinds:
         found.append(Variant(FOLDER, False, kv="recompute"))
     if ONE_SET in kinds:
@@ -70,7 +73,13 @@ def makers(kinds: Sequence[str], checkpoints: Sequence[Checkpoint]) -> Makers:
     """Return the makers of this engine's sources."""
     found: Makers = {
         kind: partial(of, checkpoints=checkpoints)
-        for kind, of in ((FOLDER, Folder), (SHARED, SharedMemory), (UPLOAD, Upload), (ONE_SET, OneSet))
+        for kind, of in (
+            (FOLDER, Folder),
+            (DISK, FolderOnDisk),
+            (SHARED, SharedMemory),
+            (UPLOAD, Upload),
+            (ONE_SET, OneSet),
+        )
     }
     if DELTA in kinds:
         for name, (share, compression) in DELTAS.items():

@@ -18,6 +18,7 @@ from fastdeploy.core.files import SHARED_MEMORY, new_file, write_all
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
 
+BATCH_BYTES = 4 << 20
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 
 
@@ -42,6 +43,18 @@ class Checkpoint:
         for entry in entries(self.data):
             kind = KINDS[entry.dtype]
             yield entry.name, np.frombuffer(self.data, kind, (entry.end - entry.start) // kind.itemsize, entry.start)
+
+    def read_file(self) -> None:
+        """Bring the file into the page cache."""
+        with open(self.folder / WEIGHTS, "rb", buffering=0) as file:
+            while file.read(BATCH_BYTES):
+                pass
+
+    def drop_file(self) -> None:
+        """Remove the file from the page cache."""
+        with open(self.folder / WEIGHTS, "rb") as file:
+            os.fsync(file.fileno())  # only clean pages can be removed
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     @cached_property
     def _segment(self) -> Path:

@@ -42,9 +42,14 @@ class Source:
 
     async def update(self, version: str, kv: str) -> UpdateTimes:
         """Begin a session, send the weights, commit. Raises ServerError with the server's answer."""
+        checkpoint = self._next
         self._sent += 1
-        checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         return await self._session({"version": version, "kv": kv}, checkpoint)
+
+    @property
+    def _next(self) -> Checkpoint:
+        """The checkpoint of the next update."""
+        return self._checkpoints[(self._sent + 1) % len(self._checkpoints)]
 
     async def _session(self, options: dict[str, Any], checkpoint: Checkpoint) -> UpdateTimes:
         begin = await self.call("begin", options)
@@ -74,12 +79,27 @@ class Source:
 
 
 class Folder(Source):
-    """The server reads the folder itself. The time to read is part of ``stage``."""
+    """The server reads the folder itself, from the page cache: a trainer has just written it. The time to read is part
+    of ``stage``."""
 
     name = "folder"
 
+    async def prepare(self) -> None:
+        """Read the folder: some systems take back pages of files that nobody maps, even with free memory."""
+        await asyncio.to_thread(self._next.read_file)
+
     async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
         return await self.call("chunk", {"session_id": session_id, "model_path": str(checkpoint.folder)})
+
+
+class FolderOnDisk(Folder):
+    """The server reads the folder from the disk."""
+
+    name = "folder, on disk"
+
+    async def prepare(self) -> None:
+        """Remove the folder from the page cache."""
+        await asyncio.to_thread(self._next.drop_file)
 
 
 class OneSet(Folder):
@@ -147,15 +167,13 @@ class Delta(Source):
         return await self.upload(self._flips.frames[(self._sent - 1) % 2], query)
 
 
-class VllmReload(Source):
+class VllmReload(Folder):
     """vLLM's update (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then a reset of the prefix cache. vLLM
     must be paused, since it loads into the served tensors."""
 
-    name = "folder"
-
     async def update(self, version: str, kv: str) -> UpdateTimes:
+        checkpoint = self._next
         self._sent += 1
-        checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         began = time.perf_counter()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint.folder)}, "timeout": 600}
         await self._client.post("/collective_rpc", body)

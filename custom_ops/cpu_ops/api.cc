@@ -172,13 +172,12 @@ void fd_free_cache(Cache* c) {
 int64_t fd_cache_bytes(const Cache* c) { return c->bytes; }
 
 void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, int64_t pairs) {
-  const int64_t bytes = c->block_elements * (c->bf16 ? 2 : 4), element = c->bf16 ? 2 : 4;
+  const int64_t element = c->bf16 ? 2 : 4, bytes = 2 * c->block_elements * element;  // keys and values
   char* data = static_cast<char*>(c->data);
   for (int64_t i = 0; i < pairs; ++i)
     for (int64_t layer = 0; layer < c->layers; ++layer)
-      for (int which = 0; which < 2; ++which)
-        std::memmove(data + c->offset(layer, which, targets[i]) * element,
-                     data + c->offset(layer, which, sources[i]) * element, static_cast<size_t>(bytes));
+      std::memmove(data + c->offset(layer, 0, targets[i]) * element, data + c->offset(layer, 0, sources[i]) * element,
+                   static_cast<size_t>(bytes));
 }
 
 int fd_attention(const Batch* b, const AttentionSpec* s, const Cache* c, const float* qkv, float* out) {

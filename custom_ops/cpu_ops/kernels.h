@@ -4,8 +4,8 @@
 // bfloat16 weight  [ceil(N/16)][Kp/32][16][16][2]   column tile, k tile, k pair, column, k within the pair
 //                  (Kp = K rounded up to 32; padding is zero). One k tile is one AMX tile of 1 KiB, in the pair-wise
 //                  ("VNNI") order of the right operand of TDPBF16PS.
-// float32 cache    K [block][kv head][slot/16][Dp][16], V [block][kv head][slot][Dp]
-// bfloat16 cache   K [block][kv head][slot/16][Dp/2][16][2], V [block][kv head][slot/2][Dp][2]
+// float32 cache    a block has K [kv head][slot/16][Dp][16], then V [kv head][slot][Dp]
+// bfloat16 cache   a block has K [kv head][slot/16][Dp/2][16][2], then V [kv head][slot/2][Dp][2]
 //                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
 // int8 values      [ceil(N/16)][ceil(K/64)] groups of 1,088 bytes: 16 float32 scales, then [16 k quads][16 columns][4]
 //                  bytes, each 128 + value (weights/quantize.cc). Beside the values of a bfloat16 weight, from which
@@ -88,7 +88,7 @@ struct Cache {
 
   // Element offset of a block's first head; which: 0 = K, 1 = V.
   int64_t offset(int64_t layer, int which, int64_t block) const {
-    return ((layer * 2 + which) * blocks + block) * block_elements;
+    return ((layer * blocks + block) * 2 + which) * block_elements;
   }
 };
 

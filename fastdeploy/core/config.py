@@ -25,7 +25,7 @@ MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
 and KV cache and 1 GiB are free, kept while 1 GiB is free"""
-MAX_STEP = "time that a step with prefill may take (1.5 steps of the requests that ran before; else 250)"
+MAX_STEP = "one limit for all steps with prompts (1.5 steps of the requests that ran before; without any, 250)"
 QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import resource
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -164,17 +164,21 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_upload_that_fails_frees_the_memory_of_its_file_at_once(uploads, spool, no_collector, cut):
-    def mapped() -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(spool) in line]
+    def opened() -> list[str]:
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return [link for link in links if str(spool) in link]
 
     uploads.uploads.refuse = lambda args: m.Failure("weight_update_refused", "no")
     for _ in range(2):
         if cut:
             with unfinished_upload(uploads, CHUNK, 3 * HALF):
-                wait_until(mapped)
+                wait_until(opened)
         else:
             assert post(uploads, CHUNK, bytes(3 * HALF)).status_code == 400
-        wait_until(lambda: not mapped())
+        wait_until(lambda: not opened())
 
 
 @pytest.mark.parametrize("path", PATHS)

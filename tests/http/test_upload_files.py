@@ -65,25 +65,25 @@ def test_leftovers_are_removed_when_a_server_starts(make_stack, spool):
 
 
 async def test_a_cancelled_upload_leaves_no_file_and_no_thread_that_uses_it(spool, monkeypatch):
-    may_allocate, done = threading.Event(), []
+    may_write, done = threading.Event(), []
 
-    def allocate(fd: int, offset: int, nbytes: int) -> None:
-        assert may_allocate.wait(30)
-        os.ftruncate(fd, offset + nbytes)
-        done.append(fd)
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        assert may_write.wait(30)
+        done.append(os.fstat(fd))
+        return len(data)
 
     async def upload_to(file: upload.UploadFile) -> None:
         with contextlib.closing(file):
-            await upload._on_thread(file.map, 100)
+            await upload._on_thread(file.write, 0, bytes(100))
 
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(os, "pwrite", write)
     uploading = asyncio.create_task(upload_to(upload.UploadFile(spool)))
     async with asyncio.timeout(20):
         await asyncio.sleep(0.01)
         uploading.cancel()
         await asyncio.sleep(0.01)
         assert list(spool.iterdir()), "it is closed when its thread has ended"
-        may_allocate.set()
+        may_write.set()
         with pytest.raises(asyncio.CancelledError):
             await uploading
     assert done and not list(spool.iterdir())

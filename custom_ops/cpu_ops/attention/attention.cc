@@ -16,7 +16,10 @@ namespace fd {
 namespace FD_ISA {
 namespace {
 
-inline void prefetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0); }
+// Always inline: g++ takes a function that only fetches for one without effect, and drops its calls.
+[[gnu::always_inline]] inline void prefetch(const void* line) {
+  _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0);
+}
 
 // An operand class says how to multiply pairs: two neighbouring elements of a row on the left, and 16 columns of a pair
 // on the right.
@@ -32,7 +35,7 @@ struct RoundedPairs : Rounded {
   using Pair = __m512bh;
 
   static Right load_right(const uint16_t* p, int64_t) { return (__m512bh)_mm512_loadu_si512(p); }
-  static void fetch(const uint16_t* p, int64_t) { prefetch(p); }
+  [[gnu::always_inline]] static inline void fetch(const uint16_t* p) { prefetch(p); }
   static Pair broadcast(const uint16_t* p) {
     int32_t pair;
     std::memcpy(&pair, p, 4);
@@ -73,7 +76,7 @@ struct WidenedPairs : Exact {
   using Element = uint16_t;
   static constexpr bool kInterleaved = true;
   static Right load_right(const uint16_t* p, int64_t) { return load_pairs(p); }
-  static void fetch(const uint16_t* p, int64_t) { prefetch(p); }
+  [[gnu::always_inline]] static inline void fetch(const uint16_t* p) { prefetch(p); }
 };
 
 // A float32 cache, where the second of a pair lies `between` elements behind the first.
@@ -81,9 +84,9 @@ struct FloatPairs : Exact {
   using Element = float;
   static constexpr bool kInterleaved = false;
   static Right load_right(const float* p, int64_t between) { return {load(p), load(p + between)}; }
-  static void fetch(const float* p, int64_t between) {
+  [[gnu::always_inline]] static inline void fetch(const float* p) {
     prefetch(p);
-    prefetch(p + between);
+    prefetch(p + 16);
   }
 };
 
@@ -133,8 +136,8 @@ class VectorProducts : public Operands {
   void score(const Left* query, int64_t rows, const KeyBlock<Element>& block, float* scores) const {
     for_rows(rows, [&](int64_t row, auto count, auto fetch) {
       for_vectors(block.units, [&](int64_t unit, auto units) {
-        score_pass<count.value, units.value, fetch.value>(
-            query + row * padded_, block.keys + unit, block.keys_ahead + unit, scores + row * kKeyBlock + unit * kUnit);
+        score_pass<count.value, units.value, fetch.value>(query + row * padded_, block.keys + unit, block.ahead + unit,
+                                                          scores + row * kKeyBlock + unit * kUnit);
       });
     });
   }
@@ -156,7 +159,12 @@ class VectorProducts : public Operands {
     Floats16 sums[kRows][kVectors];
     for (auto& row : sums)
       for (auto& sum : row) sum = zero();
-    add_products<kFetch>(query, padded_, keys, ahead, padded_ / 2, 2 * kUnit, kUnit, sums);
+    const int64_t part = padded_ / kVectors;  // dims of a call, which fetches one piece
+    for (int h = 0; h < kVectors; ++h) {
+      const Element* right[kVectors];
+      for (int v = 0; v < kVectors; ++v) right[v] = keys[v] + h * part * kUnit;
+      add_products<kFetch>(query + h * part, padded_, right, ahead[h], part / 2, 2 * kUnit, kUnit, sums);
+    }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) store(scores + r * kKeyBlock + v * kUnit, sums[r][v]);
   }
@@ -165,17 +173,18 @@ class VectorProducts : public Operands {
   template <int kRows, int kVectors, bool kFetch>
   void values_pass(const Left* probabilities, const float* shrink, const KeyBlock<Element>& block, int64_t dim,
                    float* out) const {
+    constexpr int64_t kFetched = kVectors * 16 * kUnit;            // elements in a call of add_products
     constexpr int64_t kVector = Operands::kInterleaved ? 32 : 16;  // elements of 16 columns
     Floats16 sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(out + r * padded_ + v * 16), set1(shrink[r]));
+    const int64_t piece = padded_ * kUnit;
+    int64_t fetched = dim * kKeyBlock;  // in the passes before, of the second half of block.ahead
     for (int64_t u = 0; u < block.units; ++u) {
-      const Element *values[kVectors], *ahead[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t column = (dim / 16 + v) * kVector;
-        values[v] = block.values[u] + column;
-        ahead[v] = block.values_ahead[u] + column;
-      }
+      const Element* values[kVectors];
+      for (int v = 0; v < kVectors; ++v) values[v] = block.values[u] + (dim / 16 + v) * kVector;
+      const Element* ahead = block.ahead[kUnits + fetched / piece] + fetched % piece;
+      fetched += kFetched;
       add_products<kFetch>(probabilities + u * kUnit, kKeyBlock, values, ahead, kUnit / 2, 2 * padded_, padded_, sums);
     }
     for (int r = 0; r < kRows; ++r)
@@ -184,16 +193,17 @@ class VectorProducts : public Operands {
 
   // sums += left [rows][pairs of elements] x right, in the order of the pairs. A pair of 16 columns lies `step`
   // elements behind the pair before; the second of a pair, unless they are interleaved, `between` behind the first.
+  // As much as it reads is fetched from `ahead` on.
   template <bool kFetch, int kRows, int kVectors>
   [[gnu::always_inline]] static inline void add_products(const Left* left, int64_t stride, const Element* const* right,
-                                                         const Element* const* ahead, int64_t pairs, int64_t step,
+                                                         const Element* ahead, int64_t pairs, int64_t step,
                                                          int64_t between, Floats16 (&sums)[kRows][kVectors]) {
     for (int64_t i = 0; i < pairs; ++i) {
       typename Operands::Right columns[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         columns[v] = Operands::load_right(right[v] + i * step, between);
-        if (kFetch) Operands::fetch(ahead[v] + i * step, between);
+        if (kFetch) Operands::fetch(ahead + (i * kVectors + v) * 32);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {

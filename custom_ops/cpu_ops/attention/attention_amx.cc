@@ -15,10 +15,6 @@ namespace {
 
 constexpr int64_t kGroups = kKeyBlock / 32;  // a right tile has the values of 32 keys
 
-inline void fetch(const void* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(data) + i, _MM_HINT_T1);
-}
-
 // Rows of an input tile are always 16. If a task has fewer, the other rows hold whatever lies behind its queries. A row
 // of the result depends on its own row of the input only.
 class TileProducts : public Rounded {
@@ -34,11 +30,8 @@ class TileProducts : public Rounded {
 
   // scores [rows][64] = query [rows][Dp] x keys.
   void score(const uint16_t* query, int64_t rows, const KeyBlock<uint16_t>& block, float* scores) const {
-    // Decode reads keys and values from memory.
-    for (int64_t u = 0; u < kUnits; ++u) {
-      fetch(block.keys_ahead[u], 32 * padded_);
-      fetch(block.values_ahead[u], 32 * padded_);
-    }
+    for (const uint16_t* piece : block.ahead)
+      for (int64_t i = 0; i < kUnit * padded_; i += 32) _mm_prefetch(piece + i, _MM_HINT_T1);
     const bool two = rows > 16;
     for (int64_t u = 0; u < block.units; u += 2) {
       const bool pair = u + 1 < block.units;

@@ -33,25 +33,25 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
-// values of 0, and keys that may be anything. `ahead`: the units to fetch from memory meanwhile, those of the next
-// block; of the last block, its own.
+// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile, in its order there: as many
+// keys and values of the block that is read next, the first half with the scores.
 template <typename Element>
 struct KeyBlock {
   int64_t units;
   const Element *keys[kUnits], *values[kUnits];
-  const Element *keys_ahead[kUnits], *values_ahead[kUnits];
+  const Element* ahead[2 * kUnits];
 };
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
 // partition keep their state.
 static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, const SoftmaxState& later,
                          const SoftmaxState& state) {
-  const int64_t padded = a.cache->dim_padded;
-  for (int64_t r = 0; r < task.rows; r += 16) {
-    const int64_t count = std::min<int64_t>(16, task.rows - r);
+  const int64_t padded = a.cache->dim_padded, rows = task.rows * task.kv_heads;
+  for (int64_t r = 0; r < rows; r += 16) {
+    const int64_t count = std::min<int64_t>(16, rows - r);
     Mask sees = 0;
     for (int64_t i = 0; i < count; ++i)
-      if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
+      if (a.positions[token_of(a, task, (r + i) % task.rows)] >= begin) sees |= 1u << i;
     const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
     const Floats16 shrink = exp(mul(sub(old_best, best), set1(kLn2))),
                    weight = exp(mul(sub(later_best, best), set1(kLn2)));
@@ -72,12 +72,13 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
 
 static inline void write_out(const AttentionArgs& a, const Task& task, const SoftmaxState& state) {
   const int64_t dim = a.cache->head_dim, group = group_size(a);
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const int64_t head = task.kv_head * group + (task.first_row + r) % group;
+  for (int64_t i = 0; i < task.rows * task.kv_heads; ++i) {
+    const int64_t r = i % task.rows;
+    const int64_t head = (task.kv_head + i / task.rows) * group + (task.first_row + r) % group;
     float* to = a.out + (token_of(a, task, r) * a.heads + head) * dim;
     for (int64_t d = 0; d < dim; d += 16) {
       const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
-      store_n(to + d, div(load(state.out + r * a.cache->dim_padded + d), set1(state.mass[r])), n);
+      store_n(to + d, div(load(state.out + i * a.cache->dim_padded + d), set1(state.mass[i])), n);
     }
   }
 }
@@ -85,14 +86,15 @@ static inline void write_out(const AttentionArgs& a, const Task& task, const Sof
 // Merges and writes the results of the tasks that were split, once all tasks have run.
 static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks) {
   if (tasks.partials.out == nullptr) return;
-  auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
-  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) {
+  const int64_t padded = a.cache->dim_padded;
+  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
       const Task& task = tasks.list[t];
       if (task.partition != 0) continue;
+      const SoftmaxState first = tasks.partials.from(task.partial, padded);
       for (int64_t i = 1; i < partitions(task.keys); ++i)
-        merge(a, task, i * kPartition, partial(tasks.list[t + i]), partial(task));
-      write_out(a, task, partial(task));
+        merge(a, task, i * kPartition, first.from(i * partial_rows(task), padded), first);
+      write_out(a, task, first);
     }
   });
 }
@@ -122,14 +124,15 @@ class Worker {
   Worker(const AttentionArgs& a, const Left* queries)
       : a_(a), queries_(queries), padded_(a.cache->dim_padded), work_(workspace(padded_)), products_(padded_) {}
 
-  void run(const Task& task, const SoftmaxState& partials) {
+  // next: the task that this thread is likely to run next, whose first keys are fetched at the end of this one.
+  void run(const Task& task, const Task& next, const SoftmaxState& partials) {
     if (task.partition != kAllPartitions) {
-      attend_afresh(task, task.partition * kPartition, partials.from(task.partial, padded_));
+      attend_afresh(task, first_key(task), next, partials.from(task.partial, padded_));
       return;
     }
-    attend_afresh(task, 0, work_.first);
+    attend_afresh(task, 0, next, work_.first);
     for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
-      attend_afresh(task, begin, work_.later);
+      attend_afresh(task, begin, next, work_.later);
       merge(a_, task, begin, work_.later, work_.first);
     }
     write_out(a_, task, work_.first);
@@ -144,12 +147,62 @@ class Worker {
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
 
-  // Rows of one sequence that see its keys [begin, end).
+  // Keys [begin, end) of a sequence, from a kv head on; begin is a multiple of 64.
+  struct Span {
+    int64_t sequence, kv_head, begin, end;
+  };
+
+  // Rows of the sequence of a span: `count` of each kv head. They see its keys before `visible`.
   struct Rows {
-    int64_t sequence, kv_head;
-    const Left* query;
+    Span span;  // to the end of what is read of the sequence, perhaps by later calls
+    int64_t visible;
+    int64_t kv_heads;
+    const Left* query;     // of the first kv head
     int64_t first, count;  // the first is the first-th row of the sequence
-    int64_t begin, end;    // begin is a multiple of 64
+  };
+
+  // The keys of a block as units, in the first kv head of the span. next() goes to the next block, and at the end of
+  // the span to another one.
+  class Units {
+   public:
+    Units(const Worker& worker, const Span& span, const Span& then) : worker_(&worker), then_(then) {
+      enter(span);
+      next();
+    }
+
+    void next() {
+      if (left_ == 0) enter(then_);
+      for (int64_t u = 0; u < kUnits && left_ > 0; ++u, --left_) {
+        keys[u] = data_ + *table_ * 2 * block_elements_ + slot_ * padded_;
+        slot_ += kUnit;
+        if (slot_ < block_size_) continue;
+        slot_ = 0;
+        ++table_;
+      }
+    }
+
+    const Element* keys[kUnits];
+
+   private:
+    void enter(const Span& span) {
+      const AttentionArgs& a = worker_->a_;
+      const Cache& cache = *a.cache;
+      block_size_ = cache.block_size;
+      padded_ = worker_->padded_;
+      block_elements_ = cache.block_elements;
+      table_ = a.tables + span.sequence * a.table_width + span.begin / block_size_;
+      slot_ = span.begin % block_size_;
+      left_ = (span.end - span.begin + kUnit - 1) / kUnit;
+      data_ =
+          static_cast<const Element*>(cache.data) + cache.offset(a.layer, 0, 0) + span.kv_head * block_size_ * padded_;
+      std::fill_n(keys, kUnits, data_ + *table_ * 2 * block_elements_ + slot_ * padded_);
+    }
+
+    const Worker* worker_;
+    Span then_;
+    const Element* data_;
+    const int32_t* table_;
+    int64_t block_size_, padded_, block_elements_, slot_, left_;
   };
 
   static Workspace& workspace(int64_t padded) {
@@ -165,31 +218,45 @@ class Worker {
     return *work;
   }
 
-  void attend_afresh(const Task& task, int64_t begin, const SoftmaxState& state) {
-    std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
-    std::fill_n(state.mass, round_up(task.rows, 16), 0.0f);
-    std::memset(state.out, 0, static_cast<size_t>(task.rows * padded_) * 4);
-    attend_task(task, begin, state);
+  static int64_t first_key(const Task& task) {
+    return task.partition == kAllPartitions ? 0 : task.partition * kPartition;
+  }
+
+  // Returns the keys that member i of a task reads from `begin` on.
+  Span span_of(const Task& task, int64_t i, int64_t begin) const {
+    const int64_t s = task.sequence + i, keys = task.members == 1 ? task.keys : a_.starts[s] + tokens_of(a_, s);
+    return {s, task.kv_head, begin, task.partition == kAllPartitions ? keys : std::min(keys, partition_end(begin))};
+  }
+
+  void attend_afresh(const Task& task, int64_t begin, const Task& next, const SoftmaxState& state) {
+    const int64_t rows = task.rows * task.kv_heads;
+    std::fill_n(state.best, rows, -INFINITY);
+    std::fill_n(state.mass, rows, 0.0f);
+    std::memset(state.out, 0, static_cast<size_t>(rows * padded_) * 4);
+    attend_task(task, begin, next, state);
   }
 
   // Computes the keys of the partition from `begin` on.
-  void attend_task(const Task& task, int64_t begin, const SoftmaxState& state) {
+  void attend_task(const Task& task, int64_t begin, const Task& next, const SoftmaxState& state) {
     const int64_t group = group_size(a_), first = a_.cu_tokens[task.sequence] * group + task.first_row;
-    const int64_t end = partition_end(begin);
+    const int64_t end = partition_end(begin), alone = std::max<int64_t>(begin, task.shared);
     const Left* query = queries_ + (task.kv_head * query_rows(a_) + first) * padded_;
+    const Span after = span_of(next, 0, first_key(next));
     const int64_t keys = task.members == 1 ? task.keys : task.shared;
-    attend({task.sequence, task.kv_head, query, task.first_row, task.rows, begin, std::min(keys, end)}, state);
-    const int64_t alone = std::max<int64_t>(begin, task.shared);
+    attend({span_of(task, 0, begin), std::min(keys, end), task.kv_heads, query, task.first_row, task.rows}, after,
+           state);
     if (task.members == 1 || alone >= end) return;
+    int64_t row = 0;
     for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
-      const SoftmaxState whole = state.from(i * group, padded_);
-      std::fill_n(work_.member.best, kQueryRows, -INFINITY);
-      std::fill_n(work_.member.mass, kQueryRows, 0.0f);
-      copy_state(whole, group, work_.member);
-      const int64_t own = a_.starts[task.sequence + i] + 1;
-      attend({task.sequence + i, task.kv_head, query + i * group * padded_, 0, group, alone, std::min(own, end)},
-             work_.member);
-      copy_state(work_.member, group, whole);
+      const int64_t rows = tokens_of(a_, task.sequence + i) * group;
+      const Span own = span_of(task, i, alone);
+      for (int64_t h = 0; h < task.kv_heads; ++h)
+        copy_state(state.from(h * task.rows + row, padded_), rows, work_.member.from(h * rows, padded_));
+      attend({own, std::min(own.end, end), task.kv_heads, query + row * padded_, 0, rows},
+             i + 1 < task.members ? span_of(task, i + 1, alone) : after, work_.member);
+      for (int64_t h = 0; h < task.kv_heads; ++h)
+        copy_state(work_.member.from(h * rows, padded_), rows, state.from(h * task.rows + row, padded_));
+      row += rows;
     }
   }
 
@@ -199,45 +266,48 @@ class Worker {
     std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded_) * 4);
   }
 
-  // Adds the keys to `state`. A row that sees none of them becomes NaN.
-  void attend(const Rows& rows, const SoftmaxState& state) {
-    if (rows.begin >= rows.end) return;
-    KeyBlock<Element> block;
-    find_units(rows, rows.begin, block.keys_ahead, block.values_ahead);
-    for (int64_t key = rows.begin; key < rows.end; key += kKeyBlock) {
-      const int64_t count = std::min(kKeyBlock, rows.end - key);
-      block.units = (count + kUnit - 1) / kUnit;
-      std::copy_n(block.keys_ahead, kUnits, block.keys);
-      std::copy_n(block.values_ahead, kUnits, block.values);
-      find_units(rows, key + kKeyBlock, block.keys_ahead, block.values_ahead);
-      if (count % kUnit != 0) {
-        const Element*& last = block.values[block.units - 1];
-        copy_values(last, padded_, count % kUnit, work_.last_values);
-        last = work_.last_values;
-      }
-      products_.score(rows.query, rows.count, block, work_.scores);
-      hide_unseen(rows, key, block.units);
-      softmax(rows.count, state);
-      products_.add_values(work_.probabilities, work_.shrink, rows.count, block, state.out);
-    }
-  }
-
-  // Finds the units of the block that begins with `key`, up to the end of the keys.
-  void find_units(const Rows& rows, int64_t key, const Element** keys, const Element** values) const {
+  // Adds the keys to `state`, and fetches the first of `then` at the end of the span. A row that sees no key becomes
+  // NaN.
+  void attend(const Rows& rows, const Span& then, const SoftmaxState& state) {
+    if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
-    const Element* data = static_cast<const Element*>(cache.data);
-    const int32_t* table = a_.tables + rows.sequence * a_.table_width;
-    for (int64_t u = 0; u < kUnits && key < rows.end; ++u, key += kUnit) {
-      const int64_t at = (rows.kv_head * cache.block_size + key % cache.block_size) * padded_;
-      const int64_t block = table[key / cache.block_size];
-      keys[u] = data + cache.offset(a_.layer, 0, block) + at;
-      values[u] = data + cache.offset(a_.layer, 1, block) + at;
+    const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
+    Units here(*this, rows.span, then), ahead = here;
+    ahead.next();
+    for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
+      const int64_t count = std::min(kKeyBlock, rows.visible - key);
+      KeyBlock<Element> block;
+      block.units = (count + kUnit - 1) / kUnit;
+      for (int64_t h = 0, unit = 0, place = 0; h < heads; ++h) {
+        for (int64_t u = 0; u < block.units; ++u) {
+          block.keys[u] = here.keys[u] + h * head_size;
+          block.values[u] = block.keys[u] + to_values;
+        }
+        if (count % kUnit != 0) {
+          const Element*& last = block.values[block.units - 1];
+          copy_values(last, padded_, count % kUnit, work_.last_values);
+          last = work_.last_values;
+        }
+        for (const Element*& piece : block.ahead) {
+          piece = ahead.keys[unit] + (place < heads ? place * head_size : (place - heads) * head_size + to_values);
+          if (++place < 2 * heads) continue;
+          place = 0;
+          ++unit;
+        }
+        products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
+        hide_unseen(rows, key, block.units);
+        const SoftmaxState of_head = state.from(h * rows.count, padded_);
+        softmax(rows.count, of_head);
+        products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
+      }
+      here.next();
+      ahead.next();
     }
   }
 
   // Scores of the block that begins with `key` become -infinity for keys that a row does not see.
   void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
-    const int64_t start = a_.starts[rows.sequence] + 1 - key, group = group_size(a_);
+    const int64_t start = a_.starts[rows.span.sequence] + 1 - key, group = group_size(a_);
     if (start + rows.first / group >= kKeyBlock && units == kUnits) return;
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
@@ -261,11 +331,11 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
       best[r] = std::max(state.best[r], reduce_max(top) * scale);
     }
+    alignas(64) float mass[kQueryRows];
     for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
-      const Floats16 fresh = load(best + r), shrink = Products::power_of_2(sub(load(state.best + r), fresh));
+      const Floats16 shrink = Products::power_of_2(sub(load(state.best + r), load(best + r)));
       store(work_.shrink + r, shrink);
-      store(state.best + r, fresh);
-      store(state.mass + r, mul(load(state.mass + r), shrink));
+      store(mass + r, mul(load(state.mass + r), shrink));
     }
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = work_.scores + r * kKeyBlock;
@@ -275,7 +345,8 @@ class Worker {
       Products::store_weights(weights, work_.probabilities + r * kKeyBlock);
       Floats16 sum = weights[0];
       for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
-      state.mass[r] += reduce_add(sum);
+      state.mass[r] = mass[r] + reduce_add(sum);
+      state.best[r] = best[r];
     }
   }
 
@@ -297,7 +368,8 @@ static inline void run_attention(const AttentionArgs& a) {
   parallel_pieces(tasks.count, 1, [&](Pieces& pieces) {
     Worker<Products> worker(a, queries);
     for (int64_t begin, end; pieces.next(&begin, &end);)
-      for (int64_t t = begin; t < end; ++t) worker.run(tasks.list[t], tasks.partials);
+      for (int64_t t = begin; t < end; ++t)
+        worker.run(tasks.list[t], tasks.list[std::min(t + 1, tasks.count - 1)], tasks.partials);
   });
   merge_partials(a, tasks);
 }

@@ -148,7 +148,7 @@ class ReadAhead {
     for (size_t i = 0; i < kAhead; ++i) start(i);
   }
 
-  // Pieces that are not in the page cache. Their CPU time is some three times that of others.
+  // Pieces that are not in the page cache. Their CPU time is some three times that of others, mostly for new pages.
   size_t on_disk() const { return on_disk_; }
 
   // Called once for each piece, when a thread takes it.
@@ -237,7 +237,7 @@ void work_off(const std::vector<Piece>& pieces, const int32_t* stop, StageResult
   if (threads == 0) return;
   BackgroundThreads background(work);
   background.start(threads, Priority::kIdle);
-  if (!background.wait_for(kPatience * (pieces.size() - on_disk))) background.start(threads, Priority::kNice);
+  if (!background.wait_for(kPatience * (pieces.size() - on_disk / 2))) background.start(threads, Priority::kNice);
   background.join();
 }
 

@@ -180,20 +180,23 @@ def test_a_long_request_has_the_same_bits_alone_and_among_others(ops, rng):
     np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[0, *range(2, 32)])[0], together)
 
 
-def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng):
-    spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 32, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
+def test_work_is_cut_into_tasks_by_what_else_there_is(ops, rng):
+    spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 64, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
 
     def tasks(starts: list[int], counts: list[int]) -> int:
-        """Return the number of tasks per KV head."""
         tables = [[r] * (MAX_LEN // SMALL.block_size) for r in range(len(starts))]  # no two share a beginning
-        return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec) // SMALL.kv_heads
+        return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec)
 
-    assert [tasks([keys - 1], [1]) for keys in (1, 64, 1024, 1025, 2048, 3000)] == [1, 1, 1, 2, 2, 3]
-    assert tasks([3000, *[60] * 7], [1] * 8) == 3 + 7
-    assert tasks([1500] * 31, [1] * 31) == 2 * 31
-    assert tasks([1500] * 32, [1] * 32) == 32
-    assert tasks([3000, 0], [1, 1600]) == 1 + 100, "a long chunk makes enough tasks"
-    assert tasks([1020], [8]) == 2, "the second task has the last four tokens only"
+    heads = SMALL.kv_heads
+    expected = [heads * partitions for partitions in (1, 1, 1, 2, 2, 3)]
+    assert [tasks([keys - 1], [1]) for keys in (1, 64, 1024, 1025, 2048, 3000)] == expected
+    assert tasks([1020], [8]) == 2 * heads, "the second partition has the last four tokens only"
+    assert tasks([60] * 15, [1] * 15) == 15 * heads
+    assert tasks([60] * 16, [1] * 16) == 16, "all KV heads of a request are one task if there are enough others"
+    assert tasks([3000, *[60] * 7], [1] * 8) == 3 * heads + 7
+    assert tasks([1500] * 63, [1] * 63) == 63 * 2
+    assert tasks([1500] * 64, [1] * 64) == 64, "all partitions are one task if there are enough others"
+    assert tasks([2500, 0], [1, 1600]) == 1 + 100 * heads, "a long chunk makes enough tasks"
 
 
 def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task(ops, rng):
@@ -292,7 +295,8 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
     ids=str,
 )
 def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
-    """Nine samples share the blocks of their prompt. Others share fewer blocks or none, or are in prefill."""
+    """Nine samples share the blocks of their prompt; some have drafts. Others share fewer blocks or none, or are in
+    prefill."""
     spec, size = make_spec(rng, shape), shape.block_size
     width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
     own = 3  # blocks of a sample behind the prompt's
@@ -300,11 +304,11 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
     prompt = [ids.pop() for _ in range(whole)]
     starts, tables = [], []
     for _ in range(9):
-        starts.append(whole * size + int(rng.integers(0, own * size)))
+        starts.append(whole * size + int(rng.integers(0, own * size - 8)))
         tables.append(prompt + [ids.pop() for _ in range(own)])
     starts.insert(4, 70)  # less than the prompt
     tables.insert(4, [*prompt[: -(-16 // size)], *(ids.pop() for _ in range(-(-80 // size)))])
-    counts = [1] * len(starts)
+    counts = [1, 1, 3, 1, 1, 2, 2, 9, 1, 1]
     starts.append(0), tables.append([ids.pop() for _ in range(2)]), counts.append(20)
     starts.append(5), tables.append([ids.pop()]), counts.append(1)
     cache, used = ops.new_kv_cache(1, 200, size, shape.kv_heads, shape.dim), set()
@@ -331,14 +335,17 @@ def test_neighbours_that_decode_behind_the_same_blocks_are_one_task(ops, rng):
     shape = Shape(8, 2, 64, 32, False)  # groups of 4 heads: 8 sequences fill the 32 rows of a task
     cache, spec = ops.new_kv_cache(1, 100, shape.block_size, shape.kv_heads, shape.dim), make_spec(rng, shape)
 
-    def tasks(shared: list[int], start: int = 200) -> int:
-        """Count the tasks of sequences that decode one token. The i-th begins with shared[i] blocks of the first."""
+    def tasks(shared: list[int], start: int = 200, tokens: int = 1) -> int:
+        """Count the tasks of sequences that compute ``tokens``. The i-th begins with shared[i] blocks of the first."""
         tables = [[*range(count), *range(10 + 7 * i, 10 + 7 * i + 7 - count)] for i, count in enumerate(shared)]
-        return ops.attention_tasks(cache, make_batch([start] * len(shared), [1] * len(shared), tables), spec)
+        return ops.attention_tasks(cache, make_batch([start] * len(shared), [tokens] * len(shared), tables), spec)
 
     assert tasks([0, 0, 0, 0]) == 4 * 2
     assert tasks([4, 4, 4, 4]) == 2
     assert tasks([4] * 9) == 2 * 2, "a task has room for eight"
+    assert tasks([4] * 4, tokens=2) == 2, "drafts share the keys, too"
+    assert tasks([4] * 4, tokens=3) == 2 * 2
+    assert tasks([4] * 4, tokens=9) == 2 * 4 * 2, "each has rows for two tasks"
     assert tasks([1, 1, 1]) == 3 * 2, "32 shared keys are less than a key block of 64"
     assert tasks([2, 2, 0, 0]) == 3 * 2
     assert tasks([2, 6, 6]) == 2 * 2, "the second and the third share more than the first two"

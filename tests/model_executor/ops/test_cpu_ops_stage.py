@@ -216,6 +216,7 @@ def test_staging_runs_on_threads_of_a_lower_priority_than_the_caller_whose_own_s
     items = [StageItem(Region(1, 4_000_000), "F32", 0, memory=values)]
     own = min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 3, 19)
     expected, enough, others = min(own + 10, 19), threading.Event(), set[int]()
+    policies = set[int]()
 
     def threads() -> set[int]:
         return {int(name) for name in os.listdir("/proc/self/task")}
@@ -229,14 +230,35 @@ def test_staging_runs_on_threads_of_a_lower_priority_than_the_caller_whose_own_s
 
     stager, deadline = threading.Thread(target=stage), time.monotonic() + 60
     stager.start()
-    while expected not in seen and time.monotonic() < deadline:
+    while not (expected in seen and os.SCHED_IDLE in policies) and time.monotonic() < deadline:
         for thread in threads() - others if others else ():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 seen.add(os.getpriority(os.PRIO_PROCESS, thread))
+                policies.add(os.sched_getscheduler(thread))
     enough.set()
     stager.join()
     assert seen <= {own, expected} and expected in seen  # a thread begins with that of the caller
+    assert os.SCHED_IDLE in policies
     assert after == [own]
+
+
+def test_a_file_that_is_only_on_the_disk_is_staged_like_memory(ops: CpuOps, rng, tmp_path: Path):
+    """It is longer than what is read ahead, and its tensors come in another order than their bytes."""
+    columns, half = 1024, 18_000
+    raw = finite_bits(rng, "BF16", 2 * half * columns)
+    path = tmp_path / "source"
+    path.write_bytes(raw)
+    parts = ((half, raw.nbytes // 2), (0, 0))  # first row, first byte
+    weights = [ops.new_linear(2 * half, columns, False) for _ in range(2)]
+    regions = [[Region(half, columns, weight, row) for row, _ in parts] for weight in weights]
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        from_file = [StageItem(r, "BF16", at, fd=file.fileno()) for r, (_, at) in zip(regions[0], parts, strict=True)]
+        found = ops.stage(from_file, GO_ON)
+    in_memory = [StageItem(r, "BF16", at, memory=raw) for r, (_, at) in zip(regions[1], parts, strict=True)]
+    assert found == ops.stage(in_memory, GO_ON)
+    np.testing.assert_array_equal(ops.unpack_linear(weights[0]), ops.unpack_linear(weights[1]))
 
 
 def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
