@@ -88,15 +88,14 @@ def cost_rows(model: Path, running: list[int], repeats: int) -> list[dict[str, A
             runner.execute(step.plan)
             calls[f"{name} {quantization}"] = partial(runner.execute, step.repeated())
     timings = measure(calls, repeats)
-    rows = [
-        {"what": f"{name}, ms", **{name_of(q): timings[f"{name} {q}"].median * 1e3 for q in QUANTIZATIONS}}
-        for name in steps
+    found = {f"{name}, ms": {q: timings[f"{name} {q}"].median * 1e3 for q in QUANTIZATIONS} for name in steps}
+    updates = {q: [update_seconds(runner, model) for _ in range(3)] for q, runner in runners.items()}
+    found["update, ms"] = {q: float(np.median(seconds)) * 1e3 for q, seconds in updates.items()}
+    found["packed linears, MB"] = {q: runner.weights.nbytes / 1e6 for q, runner in runners.items() if runner.weights}
+    return [
+        {"what": what, "bfloat16": of[None], "int8": of["int8"], "ratio": of[None] / of["int8"]}
+        for what, of in found.items()
     ]
-    updates = {name_of(q): [update_seconds(runner, model) for _ in range(3)] for q, runner in runners.items()}
-    rows.append({"what": "update, ms", **{name: float(np.median(s)) * 1e3 for name, s in updates.items()}})
-    nbytes = {name_of(q): runner.weights.nbytes / 1e6 for q, runner in runners.items() if runner.weights is not None}
-    rows.append({"what": "packed linears, MB", **nbytes})
-    return [row | {"ratio": row["bfloat16"] / row["int8"]} for row in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     print(markdown(header, cells))
     costs = cost_rows(args.model, args.running, args.repeats) if args.repeats else []
-    cells = [(row["what"], f"{row['bfloat16']:.1f}", f"{row['int8']:.1f}", f"{row['ratio']:.2f}") for row in costs]
-    print(markdown(("what", "bfloat16", "int8", "ratio"), cells))
+    table = [(row["what"], f"{row['bfloat16']:.1f}", f"{row['int8']:.1f}", f"{row['ratio']:.2f}") for row in costs]
+    print(markdown(("what", "bfloat16", "int8", "ratio"), table))
     write_json(args, {"mismatch": mismatch, "costs": costs})
     return 0
 
