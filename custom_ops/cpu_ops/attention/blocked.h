@@ -6,6 +6,7 @@
 //   power_of_2, store_weights   the weights of a row, and their rounding to Left
 //   score(...)              scores = queries x keys
 //   add_values(...)         sums = sums * shrink + probabilities x values
+//   kFetchesBesideSoftmax   whether the softmax fetches a part of what score and add_values else fetch
 //
 // Rounding. A score is the sum over the dims in order, in float32. The weights 2^(score * scale * log2(e) - best) are
 // summed in float32, before they are rounded to Left. The values are added to the sums of the blocks before in the
@@ -33,14 +34,18 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
-// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile, in its order there: as many
-// keys and values of the block that is read next, the first half with the scores.
+// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile: as many keys and values of
+// the block that is read next, in pieces of 16 keys or values, in their order in memory.
 template <typename Element>
 struct KeyBlock {
   int64_t units;
   const Element *keys[kUnits], *values[kUnits];
   const Element* ahead[2 * kUnits];
 };
+
+// Products that fetch beside the softmax have pieces [0, kWithScores) of `ahead` fetched with the scores, then those
+// before kWithValues with the softmax, and the others with the values: evenly over the time of a block.
+constexpr int64_t kWithScores = 3, kWithValues = 5;
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
 // partition keep their state.
@@ -272,6 +277,8 @@ class Worker {
     if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
     const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
+    // All rows see the keys before this one.
+    const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
     Units here(*this, rows.span, then), ahead = here;
     ahead.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
@@ -295,9 +302,9 @@ class Worker {
           ++unit;
         }
         products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
-        hide_unseen(rows, key, block.units);
+        if (all_see < key + kKeyBlock) hide_unseen(rows, key, block.units);
         const SoftmaxState of_head = state.from(h * rows.count, padded_);
-        softmax(rows.count, of_head);
+        softmax(rows.count, block, of_head);
         products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
       }
       here.next();
@@ -305,10 +312,10 @@ class Worker {
     }
   }
 
-  // Scores of the block that begins with `key` become -infinity for keys that a row does not see.
+  // Scores of the block that begins with `key` become -infinity for keys that a row does not see, and for those behind
+  // the units.
   void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
     const int64_t start = a_.starts[rows.span.sequence] + 1 - key, group = group_size(a_);
-    if (start + rows.first / group >= kKeyBlock && units == kUnits) return;
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
       for (int64_t u = std::max<int64_t>(visible, 0) / kUnit; u < kUnits; ++u) {
@@ -321,7 +328,7 @@ class Worker {
   }
 
   // Online softmax over one block, in powers of 2.
-  void softmax(int64_t rows, const SoftmaxState& state) {
+  void softmax(int64_t rows, const KeyBlock<Element>& block, const SoftmaxState& state) {
     const float scale = a_.scale * kLog2E;
     const Floats16 factor = set1(scale);
     alignas(64) float best[kQueryRows] = {};
@@ -331,6 +338,9 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
       best[r] = std::max(state.best[r], reduce_max(top) * scale);
     }
+    static_assert(kWithValues - kWithScores == 2, "the softmax fetches two pieces");
+    constexpr int64_t kLine = 64 / sizeof(Element);
+    const int64_t piece = kUnit * padded_ / kLine, lines = (2 * piece + rows - 1) / rows;  // of a piece; with each row
     alignas(64) float mass[kQueryRows];
     for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
       const Floats16 shrink = Products::power_of_2(sub(load(state.best + r), load(best + r)));
@@ -347,6 +357,13 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
       state.mass[r] = mass[r] + reduce_add(sum);
       state.best[r] = best[r];
+      if constexpr (Products::kFetchesBesideSoftmax) {
+        for (int64_t line = r * lines; line < (r + 1) * lines; ++line) {
+          const bool second = line >= piece;
+          const Element* from = block.ahead[kWithScores + second] + (line - second * piece) * kLine;
+          _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
+        }
+      }
     }
   }
 
