@@ -41,8 +41,8 @@ void quantize_tile(const Weight& w, int64_t tile) {
     };
     for (int64_t quad = 0; quad < count / 4; ++quad) {
       const Bits one = pairs[quad * 2], two = pairs[quad * 2 + 1];
-      const Bits packed = byte(one << 16) | byte(one & 0xffff0000) << 8 | byte(two << 16) << 16 |
-                          byte(two & 0xffff0000) << 24;
+      const Bits packed =
+          byte(one << 16) | byte(one & 0xffff0000) << 8 | byte(two << 16) << 16 | byte(two & 0xffff0000) << 24;
       std::memcpy(quads + quad * sizeof(packed), &packed, sizeof(packed));
     }
   }
