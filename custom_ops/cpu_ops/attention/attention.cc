@@ -183,14 +183,17 @@ class VectorProducts : public Operands {
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(out + r * padded_ + v * 16), set1(shrink[r]));
     const int64_t piece = padded_ * kUnit;
-    int64_t at = dim * kKeyBlock;  // place of what goes with this call in the second half of block.ahead
+    // What goes with a call lies at `at` in piece `ahead`: the passes before had the beginning of the second half.
+    int64_t ahead = kUnits + dim * kKeyBlock / piece, at = dim * kKeyBlock % piece;
     for (int64_t u = 0; u < block.units; ++u) {
       const Element* values[kVectors];
       for (int v = 0; v < kVectors; ++v) values[v] = block.values[u] + (dim / 16 + v) * kVector;
-      const int64_t ahead = kUnits + at / piece;
-      add<kFetch>(ahead >= kWithValues, probabilities + u * kUnit, kKeyBlock, values, block.ahead[ahead] + at % piece,
+      add<kFetch>(ahead >= kWithValues, probabilities + u * kUnit, kKeyBlock, values, block.ahead[ahead] + at,
                   kUnit / 2, 2 * padded_, padded_, sums);
       at += kRead;
+      if (at < piece) continue;
+      at = 0;
+      ++ahead;
     }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) store(out + r * padded_ + v * 16, sums[r][v]);

@@ -277,6 +277,8 @@ class Worker {
     if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
     const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
+    // All rows see the keys before this one.
+    const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
     Units here(*this, rows.span, then), ahead = here;
     ahead.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
@@ -300,7 +302,7 @@ class Worker {
           ++unit;
         }
         products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
-        hide_unseen(rows, key, block.units);
+        if (all_see < key + kKeyBlock) hide_unseen(rows, key, block.units);
         const SoftmaxState of_head = state.from(h * rows.count, padded_);
         softmax(rows.count, block, of_head);
         products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
@@ -310,10 +312,10 @@ class Worker {
     }
   }
 
-  // Scores of the block that begins with `key` become -infinity for keys that a row does not see.
+  // Scores of the block that begins with `key` become -infinity for keys that a row does not see, and for those behind
+  // the units.
   void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
     const int64_t start = a_.starts[rows.span.sequence] + 1 - key, group = group_size(a_);
-    if (start + rows.first / group >= kKeyBlock && units == kUnits) return;
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
       for (int64_t u = std::max<int64_t>(visible, 0) / kUnit; u < kUnits; ++u) {
