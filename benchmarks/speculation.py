@@ -7,12 +7,14 @@
 For each load, two servers run with the same checkpoint, one of them with --no-enable-speculative-decoding. Both get
 the load in turn, with new seeds in each repeat. All checkpoints have the sizes of q05, so a step costs the same:
 
-    groups     the embedded model made larger: 8 samples of one arithmetic problem at temperature 1, group after group
+    groups     the embedded model made larger: 8 samples of one arithmetic problem at temperature 1, group after group;
+               and the tail of a group, the last sample alone when the 7 others have ended
     edits      a model that goes through a text, with edits: 1 and 4 streams at temperature 1
     random     random weights at temperature 1: 1, 8 and 32 streams of text that nothing predicts
 
-The ratio is the tokens per second with speculation over those without, the median of the repeats. Exits 1 if a request
-fails or the two servers give different tokens or log probabilities, 2 if a server cannot be started.
+The ratio is the tokens per second with speculation over those without, the median of the repeats. --markdown writes the
+table for docs/benchmarks.md. Exits 1 if a request fails or the two servers give different tokens or log probabilities,
+2 if a server cannot be started.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from benchmarks import make_model
 from benchmarks.lib.client import Client
 from benchmarks.lib.engines import ours
 from benchmarks.lib.processes import started
-from benchmarks.lib.report import Printer, json_flag, some_of, write_json
+from benchmarks.lib.report import Printer, json_flag, markdown, some_of, write_json
 from benchmarks.lib.text_models import write_editor, write_large_embedded
 from benchmarks.lib.workload import prompt_ids
 from examples.embedded_model import arithmetic, tokenizer
@@ -46,16 +48,19 @@ SERVED = "model"
 READY_S = 300.0
 DRAFTED, ACCEPTED = "fastdeploy:spec_decode_num_draft_tokens_total", "fastdeploy:spec_decode_num_accepted_tokens_total"
 KINDS = ("groups", "edits", "random")
+SAMPLES = 8  # of a group
 LINES, WORDS = 40, 8  # of the text that is edited
 
 
 class Load(NamedTuple):
-    """body(number): of a request. requests: of one repeat, ``at_once`` at a time."""
+    """body(number): of a request. requests: of one repeat, ``at_once`` at a time. siblings: samples of the same prompt
+    that are made before each request, and not timed."""
 
     name: str
     body: Callable[[int], dict[str, Any]]
     requests: int
     at_once: int
+    siblings: int = 0
 
 
 class Outcome(NamedTuple):
@@ -88,9 +93,12 @@ def loads_of(kind: str) -> list[Load]:
 
         def group(number: int) -> dict[str, Any]:
             problem = problems[number % len(problems)]
-            return body(tokenizer.prompt_ids(problem, chat=True), number, 320, n=8)
+            return body(tokenizer.prompt_ids(problem, chat=True), number, 320, n=SAMPLES)
 
-        return [Load("groups of 8", group, 2, 1)]
+        def last(number: int) -> dict[str, Any]:
+            return group(number) | {"n": 1, "first_choice": SAMPLES - 1}
+
+        return [Load("groups of 8", group, 2, 1), Load("tail of a group of 8", last, 1, 1, SAMPLES - 1)]
     if kind == "edits":
         known = [token for line in text_lines() for token in line]
 
@@ -117,15 +125,21 @@ def write_checkpoint(kind: str, folder: Path) -> None:
 async def run_load(client: Client, load: Load, repeat: int) -> Outcome:
     """Send the requests of one repeat. Raises ServerError."""
     gate = asyncio.Semaphore(load.at_once)
+    numbers = range(repeat * load.requests, (repeat + 1) * load.requests)
+
+    async def send(fields: dict[str, Any]) -> Any:
+        return await client.call("POST", "/v1/completions", fields, 600.0)
 
     async def one(number: int) -> list[tuple[list[int], Any]]:
         async with gate:
-            reply = await client.call("POST", "/v1/completions", load.body(number), 600.0)
+            reply = await send(load.body(number))
         choices = sorted(reply.checked(load.name)["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
+    for number in numbers if load.siblings else ():
+        (await send(load.body(number) | {"n": load.siblings, "first_choice": 0})).checked(load.name)
     began = time.perf_counter()
-    replies = await asyncio.gather(*(one(repeat * load.requests + i) for i in range(load.requests)))
+    replies = await asyncio.gather(*(one(number) for number in numbers))
     seconds = time.perf_counter() - began
     choices = [choice for reply in replies for choice in reply]
     return Outcome(seconds, sum(len(ids) for ids, _ in choices), choices)
@@ -144,12 +158,14 @@ async def compare(urls: Sequence[str], loads: Sequence[Load], repeats: int) -> l
             runs.append(pair)
         after = await clients[0].metrics()
         rates = [[run.tokens / run.seconds for run in pair] for pair in runs]
+        ratios = sorted(rate[0] / rate[1] for rate in rates)
         drafted = after[DRAFTED] - before[DRAFTED]
         found.append({
             "load": load.name,
             "with": statistics.median(rate[0] for rate in rates),
             "without": statistics.median(rate[1] for rate in rates),
-            "ratio": statistics.median(rate[0] / rate[1] for rate in rates),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
             "drafted_per_token": drafted / sum(pair[0].tokens for pair in runs),
             "accepted": (after[ACCEPTED] - before[ACCEPTED]) / drafted if drafted else None,
             "same": same,
@@ -209,7 +225,7 @@ def tokens_per_step(groups: Sequence[Sequence[tuple[list[int], list[int]]]], mos
     group go on at once, one step each; otherwise one after another, as at the tail of a batch."""
     index, steps, made = NgramIndex(), 0, 0
     for group in groups:
-        left = [Sample([*prompt, *output], len(prompt), len(prompt), Text(0, 0)) for prompt, output in group]
+        left = [Sample([*prompt, *output], len(prompt), len(prompt), Text(0)) for prompt, output in group]
         while left:
             for sample in left if together else left[:1]:
                 made += sample.step(index, most)
@@ -231,16 +247,22 @@ def replay(args: argparse.Namespace, printer: Printer) -> int:
     return 0
 
 
+def ratio_cell(median: float, ratios: Sequence[float]) -> str:
+    return f"{median:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def run(args: argparse.Namespace, printer: Printer) -> int:
     rows = [row for kind in args.loads for row in measure(kind, args.repeats)]
     header = ("load", "tok/s", "without", "ratio", "drafts per token", "right")
     cells = [
-        (r["load"], f"{r['with']:.1f}", f"{r['without']:.1f}", f"{r['ratio']:.2f}", f"{r['drafted_per_token']:.2f}",
-         "" if r["accepted"] is None else f"{r['accepted']:.0%}")
+        (r["load"], f"{r['with']:.1f}", f"{r['without']:.1f}", ratio_cell(r["ratio"], r["ratios"]),
+         f"{r['drafted_per_token']:.2f}", "" if r["accepted"] is None else f"{r['accepted']:.0%}")
         for r in rows
     ]  # fmt: skip
     printer.table(f"speculation, {args.repeats} repeats", header, cells)
     write_json(args, {"loads": rows})
+    if args.markdown:
+        args.markdown.write_text(markdown(header, cells))
     return printer.failed([f"{row['load']}: other tokens or logprobs" for row in rows if not row["same"]])
 
 
@@ -249,6 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", type=some_of(KINDS), default=list(KINDS), help="default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--replay", action="store_true", help="only replay groups, without a server")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
     json_flag(parser)
     return parser.parse_args(argv)
 

@@ -57,6 +57,7 @@ INSIDE = (
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
     "benchmarks.ops",
+    "benchmarks.quantization",
     "benchmarks.speculation",  # the index of drafts, without a server
     "benchmarks.step",
     "acceptance.fleet_chaos",

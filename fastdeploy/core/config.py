@@ -19,12 +19,14 @@ from fastdeploy.core.sampling_params import LOGPROBS_MODES
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("int8",)
 STANDBY_POLICIES = ("auto", "on", "off")
 MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
 and KV cache and 1 GiB are free, kept while 1 GiB is free"""
-MAX_STEP = "time that a step with prefill may take (1.5 steps of the requests that ran before; else 250)"
+MAX_STEP = "one limit for all steps with prompts (1.5 steps of the requests that ran before; without any, 250)"
+QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -63,6 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engines_on_host: int = 1
 
     dtype: Annotated[str, _engine("of weights and KV cache; auto: the checkpoint's", DTYPES)] = "auto"
+    quantization: Annotated[str | None, _engine(QUANTIZATION, QUANTIZATIONS)] = None
     max_model_len: Annotated[int | None, _engine("tokens of prompt and output together (the checkpoint's)")] = None
     max_num_seqs: Annotated[int, _engine("sequences per step")] = 32
     max_num_batched_tokens: Annotated[int, _engine("tokens per step")] = 2048
@@ -218,7 +221,8 @@ def _require(field: str, ok: bool, expected: str, got: object) -> None:
 def _require_choices(config: msgspec.Struct) -> None:
     for field, flag in flags_of(type(config)):
         value = getattr(config, field.name)
-        _require(field.name, not flag.choices or value in flag.choices, f"one of {', '.join(flag.choices)}", value)
+        allowed = not flag.choices or value in (*flag.choices, field.default)
+        _require(field.name, allowed, f"one of {', '.join(flag.choices)}", value)
 
 
 def require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...] = ()) -> None:

@@ -12,7 +12,7 @@ DEADLINE, QUEUE_TIMEOUT, ADAPTER_UNLOADED = "deadline", "queue_timeout", "adapte
 
 class Span(msgspec.Struct, frozen=True):
     """A range of output tokens: [start, end) were sampled by weights (version, weight_epoch), with the adapter of this
-    name and epoch ("" = none; see ServedWeights).
+    name and epoch, and this quantization ("" = none; see ServedWeights).
 
     recomputed: the request began under other weights. Since then its KV was lost (to a preemption, a cleared
     cache or an update with kv=recompute), and was computed again by later weights.
@@ -25,6 +25,7 @@ class Span(msgspec.Struct, frozen=True):
     recomputed: bool = False
     adapter: str = ""
     adapter_epoch: int = 0
+    quantization: str = ""
 
 
 def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:

@@ -125,6 +125,8 @@ class Scope:
             label["lora_name"] = self.lora_name
         if served.adapter:
             label["adapter_epoch"] = served.adapter_epoch
+        if served.quantization:
+            label["quantization"] = served.quantization
         return label
 
 
@@ -272,6 +274,7 @@ class Request:
             self.kv_recomputed,
             served.adapter_name,
             served.adapter_epoch,
+            served.quantization,
         )
         return NewTokens(self, token_ids, logprobs, span, at == 0, gap_s, ending)
 

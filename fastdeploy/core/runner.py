@@ -18,7 +18,7 @@ class PartReceipt(NamedTuple):
 
 class ModelInfo(NamedTuple):
     """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
-    commit brings others."""
+    commit brings others. quantization: see ``EngineConfig``."""
 
     name: str
     dtype: str
@@ -27,6 +27,7 @@ class ModelInfo(NamedTuple):
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     block_size: int
+    quantization: str | None = None
 
 
 class Staged(NamedTuple):

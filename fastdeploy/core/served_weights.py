@@ -28,7 +28,8 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):
     the base weights; not an epoch of training. Every commit raises it by one, unless the gateway of a fleet gives a
     higher number. adapter: the number by which the runner knows the packed adapter; every load gets a new one. 0 = no
     adapter. adapter_name, adapter_epoch: the name, and the number of the load under this name. No name has a number
-    twice, also if it was unloaded in between. 0 = not loaded yet.
+    twice, also if it was unloaded in between. 0 = not loaded yet. quantization: of the base weights, the same in all
+    values of one engine; "" = none.
     """
 
     version: str = "0"
@@ -36,6 +37,7 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapter: int = 0
     adapter_name: str = ""
     adapter_epoch: int = 0
+    quantization: str = ""
 
     @property
     def kv_namespace(self) -> tuple[int, int]:

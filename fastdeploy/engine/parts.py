@@ -9,6 +9,7 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.runner import Runner
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import SourcePolicy
 from fastdeploy.engine.adapters.registry import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
@@ -62,6 +63,7 @@ class EngineParts:
         delivery = self.delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
         lifecycle = self.lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
         scopes = self.scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
+        scopes.base.served = ServedWeights(quantization=info.quantization or "")
 
         policy = SourcePolicy(config.model_roots, config.upload_dir)
         adapters = self.adapters = AdapterRegistry(

@@ -13,6 +13,7 @@ def load_runner(config: EngineConfig) -> Runner:
     return ModelRunner(
         config.model,
         dtype=config.dtype,
+        quantization=config.quantization,
         block_size=config.block_size,
         num_blocks=config.num_gpu_blocks_override,
         kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),

@@ -262,7 +262,7 @@ def profile_of(replica: Replica) -> dict[str, Any]:
     """Return the facts that are the same on all replicas of a fleet."""
     client = replica.client
     info = client.model_info
-    profile = {"dtype": info["dtype"], "vocab_size": info["vocab_size"], "max_model_len": info["max_model_len"]}
+    profile = {field: info.get(field) for field in ("dtype", "quantization", "vocab_size", "max_model_len")}
     return profile | {"software": client.welcome.software if client.welcome is not None else ""}
 
 

@@ -178,9 +178,9 @@ class WakeArgs(Args, frozen=True):
 
 class WeightInfoArgs(Args, frozen=True):
     """The question for the weights that serve. Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors
-    that serve or null, "eos_token_ids", "dtype": of the weights, "standby_nbytes": memory of the standby copy,
-    "session": {...} or null, "asleep": [tags]}. checksums: reply also {"checksums": {tensor: sha256 hex of the values
-    that serve}, "checksum": one over all of them}."""
+    that serve or null, "eos_token_ids", "dtype": of the weights, "quantization": if there is one, "standby_nbytes":
+    memory of the standby copy, "session": {...} or null, "asleep": [tags]}. checksums: reply also {"checksums":
+    {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     reads = True
 

@@ -215,6 +215,7 @@ class PartialRollout:
                 boot_id,
                 lora_name=s.get("lora_name"),
                 adapter_epoch=s.get("adapter_epoch", 0),
+                quantization=s.get("quantization"),
             )
             last = self.spans[-1] if self.spans else None
             if last is not None and replace(span, start=last.start) == replace(last, end=span.end):

@@ -15,7 +15,8 @@ class TokenSpan:
     weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. lora_name, adapter_epoch:
     the adapter, and the number of its load there, which no other load of the name has; None without an adapter.
     publication: number of this client's last publication that those weights contain; 0: weights from before the first
-    publication. With an adapter, this client's loads of that name are counted instead.
+    publication. With an adapter, this client's loads of that name are counted instead. quantization: of the weights,
+    such as "int8"; None without.
     """
 
     version: str
@@ -27,6 +28,7 @@ class TokenSpan:
     publication: int = 0
     lora_name: str | None = None
     adapter_epoch: int = 0
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)

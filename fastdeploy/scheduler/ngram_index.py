@@ -23,9 +23,9 @@ class Text:
     TRUST_WEIGHT = 0.1  # of the newest comparison
     LEAST_TRUST, MOST_TRUST = 0.1, 1.5
 
-    def __init__(self, root: int, indexed: int):
+    def __init__(self, root: int):
         self.root = root
-        self.indexed = indexed
+        self.indexed = 0
         self.trust = 1.0
 
 

@@ -11,12 +11,13 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.scheduler.step_cost import StepCost, chunk_keys, step_work
 from fastdeploy.scheduler.warm_up import warm_up
 
-STRETCH = 1.5  # a step with prompts may take so many times the step of the running sequences alone
+STRETCH = 1.4  # times the step of the running sequences alone. 1.5 is promised; a cost is known within some percent
 LONGEST_STEP_S = 0.25  # a pause may have to wait for the step in flight
 BURST_S = 0.25  # requests that arrive within this time of each other came together
 FIRST_GUESS = 64  # prompt tokens of a step, before anything has been measured
 LEAST = 4  # tokens of the oldest prompt in every step, so that it makes progress at any cost
 PROBE_STEPS = 12  # after so many steps with prompts, the running sequences compute one alone: STRETCH refers to it
+SURPRISE = 0.2  # so they do after a step that took by so much less or more than expected: the machine has changed
 
 
 class StepPacer:
@@ -25,7 +26,7 @@ class StepPacer:
     A prompt is **paced** if it arrives while a request runs. A step with it may take STRETCH times as long as the step
     of the running sequences alone, so that their clients hardly notice. Other prompts came together with all that runs,
     or have waited for longer than anything has run. To pace them would only keep the batch small, so a step with them
-    may take LONGEST_STEP_S.
+    may take LONGEST_STEP_S. So may a step that computes the KV of a begun request again: its client waits, too.
 
     max_tokens: of a step. max_step_s: what a step with any prompt may take instead, if that is longer than STRETCH
     times the step of the running sequences; None = by these rules.
@@ -39,6 +40,7 @@ class StepPacer:
         self._max_step_s = max_step_s
         self._budget: PromptBudget | None = None  # of the last step
         self._steps_with_prompts = 0  # since a step without
+        self._surprised = False  # by the last step
 
     def warm_up(self, runner: Runner, max_num_seqs: int) -> None:
         """See ``warm_up``."""
@@ -48,7 +50,8 @@ class StepPacer:
         """Return the room for prompts in a step that computes one token of each of ``decodes``."""
         taken = self._budget is not None and self._budget.taken
         self._steps_with_prompts = self._steps_with_prompts + 1 if taken else 0
-        probe = self._max_step_s is None and self._steps_with_prompts >= PROBE_STEPS
+        due = self._steps_with_prompts >= PROBE_STEPS or (taken and self._surprised)
+        probe = self._max_step_s is None and due
         self._budget = PromptBudget(self.cost, decodes, self.max_tokens, self._max_step_s, probe)
         return self._budget
 
@@ -56,6 +59,8 @@ class StepPacer:
         """Learn from a step."""
         if elapsed_s > 0:
             rows, sampled, keys = step_work(chunks)
+            expected_s = self.cost.cost(rows, sampled, keys)
+            self._surprised = abs(elapsed_s - expected_s) > SURPRISE * expected_s
             self.cost.observe(elapsed_s, rows, sampled, keys)
 
 
@@ -103,7 +108,7 @@ class PromptBudget:
         """Return the seconds that the step may take with tokens of ``request``."""
         if self._stretched_s is None:
             self._rows = self._sampled = len(self._decodes)
-            self._keys = float(sum([r.num_tokens for r in self._decodes]))
+            self._keys = chunk_keys(sum([r.num_tokens for r in self._decodes]), 1)
             settled = [max(r.first_token_at, r.arrival + BURST_S) for r in self._decodes if r.first_token_at]
             self._settled_at = min(settled, default=math.inf)
             self._stretched_s = STRETCH * self._cost.cost(max(self._rows, 1), self._sampled, self._keys)
@@ -112,4 +117,4 @@ class PromptBudget:
         return max(0.0 if self._paces(request) else LONGEST_STEP_S, self._stretched_s)
 
     def _paces(self, request: Request) -> bool:
-        return self._settled_at <= request.arrival
+        return self._settled_at <= request.arrival and not request.num_output_tokens

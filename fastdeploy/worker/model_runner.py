@@ -48,6 +48,7 @@ class ModelRunner:
     model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
     folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
     these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
+    quantization: see ``build_model``.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -68,6 +69,7 @@ class ModelRunner:
         max_lora_rank: int = 64,
         standby_weights: str = "auto",
         engines_on_host: int = 1,
+        quantization: str | None = None,
     ):
         paddle.set_device("cpu")
         if block_size < 1 or block_size % 16:
@@ -93,7 +95,7 @@ class ModelRunner:
             raise InvalidField(
                 "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
             )
-        self.model = build_model(self.config, self.ops, wanted_len)
+        self.model = build_model(self.config, self.ops, wanted_len, quantization)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
@@ -116,6 +118,7 @@ class ModelRunner:
             eos_token_ids=self.config.eos_token_ids,
             num_blocks=num_blocks,
             block_size=block_size,
+            quantization=quantization,
         )
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
@@ -268,7 +271,9 @@ class ModelRunner:
     def _read_spill(self, sleeping: Spill, check: Check) -> ModelWeights:
         try:
             with paddle.no_grad():
-                weights = self.model.assemble(sleeping.read(self.ops, check))
+                values = sleeping.read(self.ops, check)
+                self.model.quantize(values, np.zeros(1, np.int32))
+                weights = self.model.assemble(values)
         except MemoryError as error:
             raise OutOfSpace(f"no memory to wake up: {error}") from error
         give_back_freed_memory()

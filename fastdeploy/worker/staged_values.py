@@ -76,10 +76,12 @@ class StagedValues:
             self._rewritten.add(parameter.key)
             del self.missed[parameter.key]
 
-    def complete(self, arrived: Container[str], serving: Mapping[str, Value]) -> dict[str, Value]:
+    def complete(self, arrived: Container[str], serving: Mapping[str, Value], stop: np.ndarray) -> dict[str, Value]:
         """Return the new value of every parameter, by key. Tensors that are not in ``arrived`` have the values of
-        ``serving``; a parameter without any that arrived is that of ``serving`` itself."""
-        return {p.key: self._value(p, arrived, serving.get(p.key)) for p in self._model.parameters}
+        ``serving``; a parameter without any that arrived is that of ``serving`` itself. stop: see ``Ops.stage``."""
+        values = {p.key: self._value(p, arrived, serving.get(p.key)) for p in self._model.parameters}
+        self._model.quantize(self.loan.written, stop)
+        return values
 
     def _region(self, name: str) -> Region:
         parameter, first, rows, is_bias = self._places[name]

@@ -175,7 +175,7 @@ class WeightStaging:
         with self._guard.working():
             values, serving = self._borrow(), self._serving()
             fingerprints = self._received.complete(serving.fingerprints)
-            packed = values.complete(self._received.fingerprints, serving.values)
+            packed = values.complete(self._received.fingerprints, serving.values, self._guard.stop)
             check_given_up(self._guard.stop)
             fingerprint = over_all(fingerprints)
             weights = self._model.assemble(packed)

@@ -181,6 +181,8 @@ class StandbyCopy:
                 wanted = may_make if spare is None else spare.missed or (spare.missed is None and self._expects_deltas)
                 if wanted:
                     weight = loan.current_linear(parameter, as_linear(serving[parameter.key]))
+                    if as_linear(serving[parameter.key]).quantized and not weight.quantized:
+                        self._ops.quantize([weight], np.zeros(1, np.int32))  # takes the pages that an update will need
                     loan.spares[parameter.key] = Spare(weight, ())
                     del loan.written[parameter.key]
         finally:

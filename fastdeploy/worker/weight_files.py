@@ -69,8 +69,9 @@ class SpillMove(Generic[Copy]):
 
 class Spill:
     """Unpacked rows of all linears in the file ``fd``, in the order of ``linears``: (key, rows, columns, bias). Norms
-    and biases, which are thousands of times smaller, stay in memory. nbytes: size of the file. The file is freed with
-    the last reference to the spill: a read that hangs must not come back to another file of the same number."""
+    and biases, which are thousands of times smaller, stay in memory. nbytes: memory of all linears when they serve. The
+    file is freed with the last reference to the spill: a read that hangs must not come back to another file of the same
+    number."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -103,7 +104,8 @@ class Spill:
         self.linears.append((parameter.key, linear.out_features, linear.in_features, ops.unpack_bias(linear)))
         for row in range(0, linear.out_features, SLICE):
             piece = ops.unpack_linear(linear, row, min(row + SLICE, linear.out_features))
-            self.nbytes += _write(self.fd, as_bytes(piece), check)
+            _write(self.fd, as_bytes(piece), check)
+        self.nbytes += linear.nbytes
 
 
 def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, check: Check) -> Spill:
@@ -119,17 +121,17 @@ def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value]
         for parameter in parameters:
             written.add(ops, parameter, values[parameter.key], check)
     except (OSError, MemoryError) as error:
+        size = os.fstat(written.fd).st_size
         written.close()
-        raise OutOfSpace(f"no room for the sleeping weights after {written.nbytes} bytes: {error}") from error
+        raise OutOfSpace(f"no room for the sleeping weights after {size} bytes: {error}") from error
     return written
 
 
-def _write(fd: int, data: memoryview, check: Check) -> int:
+def _write(fd: int, data: memoryview, check: Check) -> None:
     done = 0
     while done < len(data):
         done += os.write(fd, data[done : done + PIECE])
         check()
-    return done
 
 
 def _read_into(fd: int, buffer: memoryview, offset: int, check: Check) -> None:

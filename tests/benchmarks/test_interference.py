@@ -37,17 +37,28 @@ def test_the_figures_of_a_round():
 def test_a_request_that_failed_is_named_and_gives_no_figures():
     found = interference.figures([log(0.0, [1.0, 2.0])], [], 1.0, 3)
     assert len(found.errors) == 1 and found.errors[0].startswith("r: ")
-    assert interference.row(Load(8, 4, 512), "default", [found])[3:] == ("-",) * 6
+    assert interference.row(Load("avx2", 8, 4, 512), "default", [found])[4:] == ("-",) * 7
 
 
 def test_a_row_has_medians_and_ratios_to_the_step():
     rounds = [
-        Round(0.04, 0.06, 0.08, 2.0, 100.0),
-        Round(0.04, 0.05, 0.06, 1.0, 120.0),
-        Round(0.04, 0.1, 0.2, 3.0, 90.0),
+        Round(0.04, 0.06, 0.05, 0.08, 2.0, 100.0),
+        Round(0.04, 0.05, 0.04, 0.06, 1.0, 120.0),
+        Round(0.04, 0.1, 0.06, 0.2, 3.0, 90.0),
     ]
-    row = interference.row(Load(8, 4, 512), "default", rounds)
-    assert row == ("8", "4 x 512", "default", "40", "60", "1.50", "2.00", "2.00", "100")
+    row = interference.row(Load("avx2", 8, 4, 512), "default", rounds)
+    assert row == ("avx2", "8", "4 x 512", "default", "40", "60", "1.50", "1.25", "2.00", "2.00", "100")
+
+
+def test_the_page_compares_the_rounds_of_both_servers_and_leaves_failed_ones_out():
+    load = Load("avx2", 8, 4, 512)
+    good = [Round(0.04, 0.06, 0.05, 0.08, 2.0, 100.0), Round(0.04, 0.2, 0.2, 0.24, 1.0, 125.0)]
+    failed = Round(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ("r: HTTP 500",))
+    found = {(load, "default"): [good[0], failed], (load, "limit"): [good[1], good[1]]}
+    assert interference.page(found).splitlines()[2:] == [
+        "| avx2 | 8 | 4 x 512 | 40 ms | 1.50, 1.25, 2.00 | 5.0, 5.0, 6.0 | 2.00 s | 1.00 s | 0.80 |"
+    ]
+    assert interference.compared({(load, "default"): [failed], (load, "limit"): [good[1]]}) == {}
 
 
 def test_an_event_may_have_several_tokens():
@@ -59,7 +70,7 @@ def test_an_event_may_have_several_tokens():
 def test_a_round_over_http():
     async def run() -> Round:
         async with FakeServer() as server:
-            return await interference.measure(Client(server.url), Load(2, 3, 16), "s", 60)
+            return await interference.measure(Client(server.url), Load("", 2, 3, 16), "s", 60)
 
     found = asyncio.run(run())
     assert found.errors == () and found.step_s > 0 and found.tokens_per_s > 0
@@ -68,7 +79,10 @@ def test_a_round_over_http():
 def test_both_servers_get_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "out.json"
     small = ["--streams", "2", "--lengths", "16,40", "--prompts", "3", "--output-len", "200", "--repeats", "1"]
-    assert interference.main(["--model-path", str(MODEL_DIR), *small, "--json", str(file)]) == 0
+    page, plot = tmp_path / "page.md", tmp_path / "plot.png"
+    written = ["--json", str(file), "--markdown", str(page), "--plot", str(plot)]
+    assert interference.main(["--model-path", str(MODEL_DIR), *small, *written]) == 0
+    assert len(page.read_text().splitlines()) == 4 and plot.stat().st_size > 1000
     loads = json.loads(file.read_text())["loads"]
     assert {(load["length"], load["server"]) for load in loads} == {
         (length, server) for length in (16, 40) for server in ("default", "limit 250 ms")

@@ -353,12 +353,15 @@ def test_a_fleet_that_lost_its_weights_is_held_until_they_are_published_again(fl
     assert fleet.client.membership.state.holds == {}
 
 
-def test_an_engine_with_another_model_is_refused_by_name(fleet):
-    fleet.launcher.find("replica-1")._runner_options = {"vocab": 77}
+@pytest.mark.parametrize(
+    ("options", "why"), [({"vocab": 77}, "vocab_size is 77"), ({"quantization": "int8"}, "quantization is 'int8'")]
+)
+def test_an_engine_with_another_model_or_quantization_is_refused_by_name(fleet, options, why):
+    fleet.launcher.find("replica-1")._runner_options = options
     kill(fleet, 1)
     fleet.launcher.revive("replica-1")
     replica = fleet.replica("replica-1")
-    until(lambda: "vocab_size is 77" in replica.why, 20, "the reason is shown")
+    until(lambda: why in replica.why, 20, "the reason is shown")
     assert "replica-1" in replica.why
     assert (replica.state, fleet.launcher.restarts) == (ReplicaState.JOINING, [])
 

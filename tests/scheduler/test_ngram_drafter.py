@@ -13,7 +13,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler import ngram_drafter
-from fastdeploy.scheduler.ngram_drafter import MOST, NgramDrafter
+from fastdeploy.scheduler.ngram_drafter import INDEXED_PER_STEP, MOST, PIECE, PROBE_STEPS, NgramDrafter
 from fastdeploy.scheduler.ngram_index import LENGTHS, SLOTS, NgramIndex, Text
 from support.drafters import free, per_row
 from support.fake_runner import FakeRunner, expected_tokens
@@ -39,7 +39,7 @@ def drafts(drafter: NgramDrafter, of: Request, most: int = 100) -> list[int]:
 def drafter_that_read(*texts: Request, cost=free) -> NgramDrafter:
     drafter = NgramDrafter(cost)
     for text in texts:
-        for _ in range(-(-text.num_tokens // ngram_drafter.INDEXED_PER_STEP)):
+        for _ in range(-(-text.num_tokens // INDEXED_PER_STEP)):
             drafter.draft([text], 0, 0)
     return drafter
 
@@ -76,9 +76,19 @@ def test_the_last_tokens_of_a_request_that_ends_are_known():
     drafter = NgramDrafter(free)
     text = request(TEXT[:20])
     drafter.draft([text], 0, 9)
-    text.token_ids += TEXT[20:]
+    text.token_ids += TEXT[20:29]
     drafter.ended(text)
-    assert drafts(drafter, request(TEXT[:30])) == TEXT[30 : 30 + MOST]
+    assert drafts(drafter, request(TEXT[:25])) == TEXT[25:29]
+
+
+def test_the_end_of_many_requests_at_once_indexes_no_long_text():
+    """An abort of all requests must not stop the loop."""
+    drafter, one = NgramDrafter(free), request(TEXT[:20])
+    drafter.draft([one], 0, 9)
+    before = list(drafter._index._slots)
+    one.token_ids += range(1000)
+    drafter.ended(one)
+    assert list(drafter._index._slots) == before
 
 
 def test_no_draft_is_behind_the_last_token_that_a_request_may_get():
@@ -147,7 +157,7 @@ def test_text_that_repeats_itself_is_drafted_more_and_more():
 
 
 def test_long_prompts_are_indexed_in_parts():
-    text = [i * 7919 % 100_003 for i in range(3 * ngram_drafter.INDEXED_PER_STEP)]
+    text = [i * 7919 % 100_003 for i in range(3 * INDEXED_PER_STEP)]
     drafter, one = NgramDrafter(free), request(text, prompt=len(text))
     steps = []
     for _ in range(4):
@@ -156,13 +166,72 @@ def test_long_prompts_are_indexed_in_parts():
     assert steps == [512, 1024, 1536, 1536]
 
 
-def test_the_prompt_of_a_group_is_indexed_once():
-    drafter = drafter_that_read(request(TEXT, prompt=len(TEXT)))
-    again = request(TEXT, prompt=len(TEXT))
-    drafter.draft([again], 0, 0)
-    index, before = drafter._index, list(drafter._index._slots)
-    drafter.draft([request(TEXT, prompt=len(TEXT))], 0, 0)
-    assert list(index._slots) == before
+def test_a_long_prompt_does_not_keep_others_from_their_drafts():
+    drafter, long = NgramDrafter(free), request(list(range(1000, 9000)), prompt=8000)
+    one = request(TEXT, left=1000)
+    for i in range(len(TEXT)):
+        found = drafter.draft([long, one], 0, 100)
+        one.token_ids.append(TEXT[i])
+    assert found[one] == (TEXT + TEXT)[len(TEXT) - 1 :][:MOST]
+    assert drafter._texts[long].indexed < 8000 or len(TEXT) * INDEXED_PER_STEP >= 8000
+
+
+def test_output_that_was_not_followed_is_caught_up_with():
+    drafter, one = NgramDrafter(free), request(TEXT[:10])
+    drafter.draft([one], 0, 0)
+    one.token_ids += range(2000, 2000 + 3 * INDEXED_PER_STEP)
+    for _ in range(4):
+        drafter.draft([one], 0, 0)
+    assert drafter._texts[one].indexed == one.num_tokens
+
+
+def indexed_slots(drafter: NgramDrafter, prompt: list[int]) -> int:
+    """Return how many slots the index changes when it gets a new request with this prompt."""
+    before, one = list(drafter._index._slots), request(prompt, prompt=len(prompt))
+    for _ in range(-(-len(prompt) // INDEXED_PER_STEP)):
+        drafter.draft([one], 0, 0)
+    drafter.ended(one)
+    return sum(a != b for a, b in zip(before, drafter._index._slots, strict=True))
+
+
+def test_what_prompts_have_in_common_is_indexed_once():
+    """The samples of a group, the turns of a conversation, a system prompt before many questions."""
+    system, drafter = list(range(3 * PIECE)), NgramDrafter(free)
+    assert indexed_slots(drafter, system) > 3 * 3 * PIECE
+    assert indexed_slots(drafter, system) == 0
+    assert 0 < indexed_slots(drafter, system + TEXT) <= len(LENGTHS) * len(TEXT)
+
+
+def test_a_prompt_is_indexed_again_when_newer_ones_have_taken_its_place(monkeypatch):
+    monkeypatch.setattr(ngram_drafter, "KEPT_PIECES", 4)
+    drafter, prompt = NgramDrafter(free), list(range(PIECE))
+    assert indexed_slots(drafter, prompt) > 0
+    indexed_slots(drafter, list(range(1000, 1000 + 4 * PIECE)))
+    drafter._index = NgramIndex()
+    assert indexed_slots(drafter, prompt) > 0
+
+
+def test_steps_that_take_hardly_longer_than_drafting_are_left_alone():
+    """The model of the tests: a step takes less than a millisecond. Nothing is indexed either."""
+    for seconds, some in ((0.5e-3, False), (0.1, True)):
+        drafter = drafter_that_read(request(TEXT), cost=lambda *_, seconds=seconds: seconds)
+        assert bool(drafts(drafter, request(TEXT[:20]))) == bool(drafter._texts) == some
+
+
+def test_a_cost_that_was_learned_in_a_slow_minute_is_tried_again():
+    """Only steps with drafts show what they cost."""
+    wide = 3.0
+
+    def cost(rows: int, sampled: int, keys: float) -> float:
+        return 1.0 if rows <= 2 else max(1.0, wide * rows)
+
+    drafter, counts = drafter_that_read(request(TEXT), cost=cost), []
+    for _ in range(3 * PROBE_STEPS):
+        found = drafter.draft([request(TEXT[:20]), request(TEXT[:24])], 0, 100)
+        counts.append(sum(map(len, found.values())))
+    assert 2 <= sum(map(bool, counts)) <= 3 and max(counts) <= 2
+    wide = 0.01
+    assert len(drafts(drafter, request(TEXT[:20]))) == MOST
 
 
 def test_nothing_is_kept_of_requests_that_have_ended():
@@ -178,7 +247,7 @@ def test_nothing_is_kept_of_requests_that_have_ended():
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=120), st.integers(0, 2**40))
 def test_the_index_predicts_the_last_token_after_the_longest_known_context(tokens, root):
-    index, text = NgramIndex(), Text(root, 0)
+    index, text = NgramIndex(), Text(root)
     index.extend(text, tokens, len(tokens), 0)
     predicted, _ = index.predict(text, tokens, 1, 0.0)
     expected = []
@@ -191,7 +260,7 @@ def test_the_index_predicts_the_last_token_after_the_longest_known_context(token
 
 
 def test_the_memory_of_the_index_is_fixed():
-    index, text = NgramIndex(), Text(0, 0)
+    index, text = NgramIndex(), Text(0)
     draw = random.Random(1)
     tokens = [draw.randrange(1 << 20) for _ in range(2000)]
     before = len(index._slots)

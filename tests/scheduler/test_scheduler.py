@@ -9,6 +9,7 @@ import pytest
 from fastdeploy.core import request
 from fastdeploy.engine import admission
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.scheduler.pacer import STRETCH
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
 
@@ -93,7 +94,7 @@ def test_a_request_that_waits_for_an_equal_prompt_goes_on_when_that_one_is_cance
     assert h.stream("second").tokens == expected_tokens([7] * 20, 3)
 
 
-@pytest.mark.parametrize(("step_s", "second"), [(1.0, 96), (0.001, 1024)])
+@pytest.mark.parametrize(("step_s", "second"), [(1.0, int(64 * STRETCH)), (0.001, 1024)])
 def test_the_second_step_is_as_long_as_the_cost_of_prompt_tokens_allows(step_s, second):
     h = Harness(FakeRunner(num_blocks=1024, max_model_len=2000), max_num_batched_tokens=1024, max_step_ms=100.0)
     h.runner.step_s = step_s

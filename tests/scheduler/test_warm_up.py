@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.scheduler.step_cost import StepCost, chunk_keys
 from fastdeploy.scheduler.warm_up import warm_up
 from support.fake_runner import FakeRunner, expected_tokens
@@ -19,14 +20,30 @@ def test_the_warm_up_measures_the_cost_of_a_step(max_num_seqs):
     cost = warmed_up(machine, max_num_seqs).cost
     for rows in (1, 4, 16, 32, 100, 128):
         assert cost.cost(rows, 1, chunk_keys(500, rows)) == pytest.approx(machine.step_s([chunk(500, rows)]), rel=0.1)
-        assert cost.cost(rows, rows, rows * 100.0) == pytest.approx(machine.step_s(decodes(rows)), rel=0.1)
+        assert cost.cost(rows, rows, rows * chunk_keys(100, 1)) == pytest.approx(machine.step_s(decodes(rows)), rel=0.1)
 
 
-def test_the_warm_up_computes_the_first_step_of_a_process_before_it_measures():
-    runner = TimedRunner(Machine())
-    warm_up(cast(Any, runner), StepCost(), 16, 2048)
-    sizes = [plan.num_tokens for plan in runner.plans]
-    assert sizes[0] == max(sizes)
+class ColdRunner(TimedRunner):
+    """A runner whose first step reads the weights from a disk."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        return StepResult(plan.step_id, result.sampled, result.elapsed_s + 5.0 * (len(self.plans) == 1))
+
+
+def test_the_first_step_of_a_process_is_not_measured():
+    cost = StepCost()
+    warm_up(cast(Any, ColdRunner(Machine())), cost, 16, 2048)
+    assert cost.cost(1) < 0.1
+
+
+@pytest.mark.parametrize("slow", [1, 10, 1000])
+def test_the_warm_up_takes_some_seconds_at_most_and_some_steps_where_they_are_long(slow):
+    machine = Machine(0.02 * slow, 0.001 * slow, sampled_s=0.0003 * slow)
+    runner = TimedRunner(machine)
+    warm_up(cast(Any, runner), StepCost(), 64, 2048)
+    seconds = [machine.step_s(plan.chunks) for plan in runner.plans]
+    assert sum(seconds) < 5.0 or len(seconds) <= 4
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 5, 128])

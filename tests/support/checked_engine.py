@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from itertools import count
 
@@ -19,7 +20,7 @@ from fastdeploy.engine.pauses.pause import Mode, PausePhase, PauseState
 from fastdeploy.engine.updates.weight_session import WeightSession
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.scheduler.queue import Gate
-from support.drafters import adversary
+from support.drafters import adversary, coming_tokens
 from support.fake_runner import FakeRunner, fingerprint_of, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
@@ -43,7 +44,8 @@ class CheckedEngine(RuleBasedStateMachine):
     def start_engine(self, lost_commit: bool = False) -> None:
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_waiting": 20, "adapter_memory_mb": 2}
-        self.h = Harness(runner, drafter=adversary(runner), lost_commit=lost_commit, **limits)
+        drafter = adversary(functools.partial(coming_tokens, runner), runner.info.vocab_size)
+        self.h = Harness(runner, drafter=drafter, lost_commit=lost_commit, **limits)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
         self.engine.adapters._copies._width = 1  # copies that run at once end in any order
         for name in ADAPTERS[:2]:

@@ -40,25 +40,48 @@ def coming_tokens(runner: FakeRunner, request: Request, count: int) -> list[int]
     return tokens[request.num_tokens :]
 
 
-def adversary(runner: FakeRunner, seed: int = 0) -> ScriptedDrafter:
-    """Return a drafter that is right, wrong, right for a while, random or silent, in an order that ``seed`` fixes."""
-    draw, vocab = random.Random(seed), runner.info.vocab_size
+def adversary(
+    coming: Callable[[Request, int], list[int]], vocab: int, seed: int = 0, most: int = MOST
+) -> ScriptedDrafter:
+    """Return a drafter that is right, wrong, right for a while, random or silent, in an order that ``seed`` fixes.
+    coming: the next tokens of a request, at most so many. most: drafts of one request."""
+    draw = random.Random(seed)
 
     def guess(request: Request) -> list[int]:
-        kind, count = draw.choice(["right", "wrong", "random", "then wrong", "silent"]), draw.randint(1, MOST)
-        right = coming_tokens(runner, request, count)
+        kind, count = draw.choice(["right", "right", "wrong", "random", "then wrong", "silent"]), draw.randint(1, most)
+        right = coming(request, count)
         match kind:
             case "right":
                 return right
             case "wrong":
                 return [(token + 1) % vocab for token in right]
             case "random":
-                return [draw.randrange(vocab) for _ in right]
+                return [draw.randrange(vocab) for _ in range(count)]
             case "then wrong":
-                return [*right[:-1], (right[-1] + 1) % vocab]
+                return [*right[:-1], *((token + 1) % vocab for token in right[-1:])]
         return []
 
     return ScriptedDrafter(guess)
+
+
+class Memory(ScriptedDrafter):
+    """A drafter that never drafts, and remembers what each request got in the end. The memory of a server can then be
+    asked for the coming tokens of the same request at another one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: [])
+        self._tokens: dict[tuple[object, ...], list[int]] = {}
+
+    def ended(self, request: Request) -> None:
+        self._tokens[self._key(request)] = request.token_ids[request.num_prompt_tokens :]
+
+    def coming(self, request: Request, count: int) -> list[int]:
+        """Return the next tokens of a request, at most ``count``."""
+        return self._tokens.get(self._key(request), [])[request.num_output_tokens :][:count]
+
+    @staticmethod
+    def _key(request: Request) -> tuple[object, ...]:
+        return *request.token_ids[: request.num_prompt_tokens], request.key[1], request.sampling
 
 
 def free(rows: int, sampled: int, keys: float) -> float:

@@ -222,8 +222,15 @@ class FakeRunner:
     adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
     """
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
-        self.info = ModelInfo("fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        vocab: int = 1000,
+        quantization: str | None = None,
+    ):
+        self.info = ModelInfo("fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size, quantization)
         self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.weights = 0
         self.plans: list[StepPlan] = []

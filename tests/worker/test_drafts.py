@@ -66,6 +66,13 @@ def test_drafts_change_no_bit_of_tokens_and_logprobs(name, kind, make_runner):
     assert kind != "right" or driver.steps < COUNT
 
 
+def test_drafts_change_no_bit_with_int8_weights(make_runner):
+    alone = [Driver(make_runner("qwen3_bf16", quantization="int8")).generate([one], COUNT)[0] for one in requests()]
+    driver = Driver(make_runner("qwen3_bf16", quantization="int8"), guess=guesses(alone, "mixed"))
+    for one, other in zip(alone, driver.generate([fresh(one) for one in alone], COUNT), strict=True):
+        assert other.output[:COUNT] == one.output and other.logprobs[:COUNT] == one.logprobs
+
+
 def test_drafts_of_sequences_with_adapters_change_no_bit(make_runner, tmp_path):
     spec = SPECS["qwen3"]
     folders = [write_adapter(tmp_path / kind, spec, adapter) for kind, adapter in list(cases(spec).items())[:2]]

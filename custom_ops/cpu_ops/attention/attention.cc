@@ -130,13 +130,15 @@ class VectorProducts : public Operands {
   using Element = typename Operands::Element;
   using Left = typename Operands::Left;
 
+  static constexpr bool kFetchesBesideSoftmax = true;
+
   explicit VectorProducts(int64_t padded) : padded_(padded) {}
 
   // scores [rows][64] = query [rows][Dp] x keys.
   void score(const Left* query, int64_t rows, const KeyBlock<Element>& block, float* scores) const {
     for_rows(rows, [&](int64_t row, auto count, auto fetch) {
       for_vectors(block.units, [&](int64_t unit, auto units) {
-        score_pass<count.value, units.value, fetch.value>(query + row * padded_, block.keys + unit, block.ahead + unit,
+        score_pass<count.value, units.value, fetch.value>(query + row * padded_, block, unit,
                                                           scores + row * kKeyBlock + unit * kUnit);
       });
     });
@@ -154,16 +156,18 @@ class VectorProducts : public Operands {
   }
 
  private:
+  // Units [unit, unit + kVectors).
   template <int kRows, int kVectors, bool kFetch>
-  void score_pass(const Left* query, const Element* const* keys, const Element* const* ahead, float* scores) const {
+  void score_pass(const Left* query, const KeyBlock<Element>& block, int64_t unit, float* scores) const {
     Floats16 sums[kRows][kVectors];
     for (auto& row : sums)
       for (auto& sum : row) sum = zero();
     const int64_t part = padded_ / kVectors;  // dims of a call, which fetches one piece
     for (int h = 0; h < kVectors; ++h) {
       const Element* right[kVectors];
-      for (int v = 0; v < kVectors; ++v) right[v] = keys[v] + h * part * kUnit;
-      add_products<kFetch>(query + h * part, padded_, right, ahead[h], part / 2, 2 * kUnit, kUnit, sums);
+      for (int v = 0; v < kVectors; ++v) right[v] = block.keys[unit + v] + h * part * kUnit;
+      add<kFetch>(unit + h < kWithScores, query + h * part, padded_, right, block.ahead[unit + h], part / 2, 2 * kUnit,
+                  kUnit, sums);
     }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) store(scores + r * kKeyBlock + v * kUnit, sums[r][v]);
@@ -173,22 +177,35 @@ class VectorProducts : public Operands {
   template <int kRows, int kVectors, bool kFetch>
   void values_pass(const Left* probabilities, const float* shrink, const KeyBlock<Element>& block, int64_t dim,
                    float* out) const {
-    constexpr int64_t kFetched = kVectors * 16 * kUnit;            // elements in a call of add_products
+    constexpr int64_t kRead = kVectors * 16 * kUnit;               // elements that a call of add reads
     constexpr int64_t kVector = Operands::kInterleaved ? 32 : 16;  // elements of 16 columns
     Floats16 sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(out + r * padded_ + v * 16), set1(shrink[r]));
     const int64_t piece = padded_ * kUnit;
-    int64_t fetched = dim * kKeyBlock;  // in the passes before, of the second half of block.ahead
+    // What goes with a call lies at `at` in piece `ahead`: the passes before had the beginning of the second half.
+    int64_t ahead = kUnits + dim * kKeyBlock / piece, at = dim * kKeyBlock % piece;
     for (int64_t u = 0; u < block.units; ++u) {
       const Element* values[kVectors];
       for (int v = 0; v < kVectors; ++v) values[v] = block.values[u] + (dim / 16 + v) * kVector;
-      const Element* ahead = block.ahead[kUnits + fetched / piece] + fetched % piece;
-      fetched += kFetched;
-      add_products<kFetch>(probabilities + u * kUnit, kKeyBlock, values, ahead, kUnit / 2, 2 * padded_, padded_, sums);
+      add<kFetch>(ahead >= kWithValues, probabilities + u * kUnit, kKeyBlock, values, block.ahead[ahead] + at,
+                  kUnit / 2, 2 * padded_, padded_, sums);
+      at += kRead;
+      if (at < piece) continue;
+      at = 0;
+      ++ahead;
     }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) store(out + r * padded_ + v * 16, sums[r][v]);
+  }
+
+  // add_products; kFetch and `fetch`: whether it fetches.
+  template <bool kFetch, int kRows, int kVectors>
+  [[gnu::always_inline]] static inline void add(bool fetch, const Left* left, int64_t stride,
+                                                const Element* const* right, const Element* ahead, int64_t pairs,
+                                                int64_t step, int64_t between, Floats16 (&sums)[kRows][kVectors]) {
+    if (kFetch && fetch) return add_products<true>(left, stride, right, ahead, pairs, step, between, sums);
+    add_products<false>(left, stride, right, ahead, pairs, step, between, sums);
   }
 
   // sums += left [rows][pairs of elements] x right, in the order of the pairs. A pair of 16 columns lies `step`

@@ -19,6 +19,8 @@ constexpr int64_t kGroups = kKeyBlock / 32;  // a right tile has the values of 3
 // of the result depends on its own row of the input only.
 class TileProducts : public Rounded {
  public:
+  static constexpr bool kFetchesBesideSoftmax = false;
+
   explicit TileProducts(int64_t padded) : padded_(padded) {
     float* memory = static_cast<float*>(scratch(kScratchTiles, static_cast<size_t>(2 * kQueryRows * padded) * 4));
     product_ = memory;

@@ -6,6 +6,7 @@
 //   power_of_2, store_weights   the weights of a row, and their rounding to Left
 //   score(...)              scores = queries x keys
 //   add_values(...)         sums = sums * shrink + probabilities x values
+//   kFetchesBesideSoftmax   whether the softmax fetches a part of what score and add_values else fetch
 //
 // Rounding. A score is the sum over the dims in order, in float32. The weights 2^(score * scale * log2(e) - best) are
 // summed in float32, before they are rounded to Left. The values are added to the sums of the blocks before in the
@@ -33,14 +34,18 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
-// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile, in its order there: as many
-// keys and values of the next block, the first half with the scores; at the end of the keys, what was just read.
+// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile: as many keys and values of
+// the block that is read next, in pieces of 16 keys or values, in their order in memory.
 template <typename Element>
 struct KeyBlock {
   int64_t units;
   const Element *keys[kUnits], *values[kUnits];
   const Element* ahead[2 * kUnits];
 };
+
+// Products that fetch beside the softmax have pieces [0, kWithScores) of `ahead` fetched with the scores, then those
+// before kWithValues with the softmax, and the others with the values: evenly over the time of a block.
+constexpr int64_t kWithScores = 3, kWithValues = 5;
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
 // partition keep their state.
@@ -86,14 +91,15 @@ static inline void write_out(const AttentionArgs& a, const Task& task, const Sof
 // Merges and writes the results of the tasks that were split, once all tasks have run.
 static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks) {
   if (tasks.partials.out == nullptr) return;
-  auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
-  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; ++t) {
+  const int64_t padded = a.cache->dim_padded;
+  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
       const Task& task = tasks.list[t];
       if (task.partition != 0) continue;
+      const SoftmaxState first = tasks.partials.from(task.partial, padded);
       for (int64_t i = 1; i < partitions(task.keys); ++i)
-        merge(a, task, i * kPartition, partial(tasks.list[t + i]), partial(task));
-      write_out(a, task, partial(task));
+        merge(a, task, i * kPartition, first.from(i * partial_rows(task), padded), first);
+      write_out(a, task, first);
     }
   });
 }
@@ -123,14 +129,15 @@ class Worker {
   Worker(const AttentionArgs& a, const Left* queries)
       : a_(a), queries_(queries), padded_(a.cache->dim_padded), work_(workspace(padded_)), products_(padded_) {}
 
-  void run(const Task& task, const SoftmaxState& partials) {
+  // next: the task that this thread is likely to run next, whose first keys are fetched at the end of this one.
+  void run(const Task& task, const Task& next, const SoftmaxState& partials) {
     if (task.partition != kAllPartitions) {
-      attend_afresh(task, task.partition * kPartition, partials.from(task.partial, padded_));
+      attend_afresh(task, first_key(task), next, partials.from(task.partial, padded_));
       return;
     }
-    attend_afresh(task, 0, work_.first);
+    attend_afresh(task, 0, next, work_.first);
     for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
-      attend_afresh(task, begin, work_.later);
+      attend_afresh(task, begin, next, work_.later);
       merge(a_, task, begin, work_.later, work_.first);
     }
     write_out(a_, task, work_.first);
@@ -145,34 +152,31 @@ class Worker {
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
 
-  // Rows of one sequence that see its keys [begin, end): `count` of each kv head.
-  struct Rows {
-    int64_t sequence, kv_head, kv_heads;
-    const Left* query;     // of the first kv head
-    int64_t first, count;  // the first is the first-th row of the sequence
-    int64_t begin, end;    // begin is a multiple of 64
+  // Keys [begin, end) of a sequence, from a kv head on; begin is a multiple of 64.
+  struct Span {
+    int64_t sequence, kv_head, begin, end;
   };
 
-  // The keys of a block as units, in the first kv head of the rows. next() goes to the next block; units behind the end
-  // of the keys stay where they are.
+  // Rows of the sequence of a span: `count` of each kv head. They see its keys before `visible`.
+  struct Rows {
+    Span span;  // to the end of what is read of the sequence, perhaps by later calls
+    int64_t visible;
+    int64_t kv_heads;
+    const Left* query;     // of the first kv head
+    int64_t first, count;  // the first is the first-th row of the sequence
+  };
+
+  // The keys of a block as units, in the first kv head of the span. next() goes to the next block, and at the end of
+  // the span to another one.
   class Units {
    public:
-    Units() = default;
-    Units(const Worker& worker, const Rows& rows) {
-      const Cache& cache = *worker.a_.cache;
-      block_size_ = cache.block_size;
-      padded_ = worker.padded_;
-      block_elements_ = cache.block_elements;
-      table_ = worker.a_.tables + rows.sequence * worker.a_.table_width + rows.begin / block_size_;
-      slot_ = rows.begin % block_size_;
-      left_ = (rows.end - rows.begin + kUnit - 1) / kUnit;
-      data_ = static_cast<const Element*>(cache.data) + cache.offset(worker.a_.layer, 0, 0) +
-              rows.kv_head * block_size_ * padded_;
-      std::fill_n(keys, kUnits, data_);
+    Units(const Worker& worker, const Span& span, const Span& then) : worker_(&worker), then_(then) {
+      enter(span);
       next();
     }
 
     void next() {
+      if (left_ == 0) enter(then_);
       for (int64_t u = 0; u < kUnits && left_ > 0; ++u, --left_) {
         keys[u] = data_ + *table_ * 2 * block_elements_ + slot_ * padded_;
         slot_ += kUnit;
@@ -185,6 +189,22 @@ class Worker {
     const Element* keys[kUnits];
 
    private:
+    void enter(const Span& span) {
+      const AttentionArgs& a = worker_->a_;
+      const Cache& cache = *a.cache;
+      block_size_ = cache.block_size;
+      padded_ = worker_->padded_;
+      block_elements_ = cache.block_elements;
+      table_ = a.tables + span.sequence * a.table_width + span.begin / block_size_;
+      slot_ = span.begin % block_size_;
+      left_ = (span.end - span.begin + kUnit - 1) / kUnit;
+      data_ =
+          static_cast<const Element*>(cache.data) + cache.offset(a.layer, 0, 0) + span.kv_head * block_size_ * padded_;
+      std::fill_n(keys, kUnits, data_ + *table_ * 2 * block_elements_ + slot_ * padded_);
+    }
+
+    const Worker* worker_;
+    Span then_;
     const Element* data_;
     const int32_t* table_;
     int64_t block_size_, padded_, block_elements_, slot_, left_;
@@ -203,33 +223,45 @@ class Worker {
     return *work;
   }
 
-  void attend_afresh(const Task& task, int64_t begin, const SoftmaxState& state) {
+  static int64_t first_key(const Task& task) {
+    return task.partition == kAllPartitions ? 0 : task.partition * kPartition;
+  }
+
+  // Returns the keys that member i of a task reads from `begin` on.
+  Span span_of(const Task& task, int64_t i, int64_t begin) const {
+    const int64_t s = task.sequence + i, keys = task.members == 1 ? task.keys : a_.starts[s] + tokens_of(a_, s);
+    return {s, task.kv_head, begin, task.partition == kAllPartitions ? keys : std::min(keys, partition_end(begin))};
+  }
+
+  void attend_afresh(const Task& task, int64_t begin, const Task& next, const SoftmaxState& state) {
     const int64_t rows = task.rows * task.kv_heads;
     std::fill_n(state.best, rows, -INFINITY);
     std::fill_n(state.mass, rows, 0.0f);
     std::memset(state.out, 0, static_cast<size_t>(rows * padded_) * 4);
-    attend_task(task, begin, state);
+    attend_task(task, begin, next, state);
   }
 
   // Computes the keys of the partition from `begin` on.
-  void attend_task(const Task& task, int64_t begin, const SoftmaxState& state) {
+  void attend_task(const Task& task, int64_t begin, const Task& next, const SoftmaxState& state) {
     const int64_t group = group_size(a_), first = a_.cu_tokens[task.sequence] * group + task.first_row;
-    const int64_t end = partition_end(begin);
+    const int64_t end = partition_end(begin), alone = std::max<int64_t>(begin, task.shared);
     const Left* query = queries_ + (task.kv_head * query_rows(a_) + first) * padded_;
+    const Span after = span_of(next, 0, first_key(next));
     const int64_t keys = task.members == 1 ? task.keys : task.shared;
-    attend({task.sequence, task.kv_head, task.kv_heads, query, task.first_row, task.rows, begin, std::min(keys, end)},
+    attend({span_of(task, 0, begin), std::min(keys, end), task.kv_heads, query, task.first_row, task.rows}, after,
            state);
-    const int64_t alone = std::max<int64_t>(begin, task.shared);
     if (task.members == 1 || alone >= end) return;
+    int64_t row = 0;
     for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
-      const int64_t own = a_.starts[task.sequence + i] + 1;
+      const int64_t rows = tokens_of(a_, task.sequence + i) * group;
+      const Span own = span_of(task, i, alone);
       for (int64_t h = 0; h < task.kv_heads; ++h)
-        copy_state(state.from(h * task.rows + i * group, padded_), group, work_.member.from(h * group, padded_));
-      attend({task.sequence + i, task.kv_head, task.kv_heads, query + i * group * padded_, 0, group, alone,
-              std::min(own, end)},
-             work_.member);
+        copy_state(state.from(h * task.rows + row, padded_), rows, work_.member.from(h * rows, padded_));
+      attend({own, std::min(own.end, end), task.kv_heads, query + row * padded_, 0, rows},
+             i + 1 < task.members ? span_of(task, i + 1, alone) : after, work_.member);
       for (int64_t h = 0; h < task.kv_heads; ++h)
-        copy_state(work_.member.from(h * group, padded_), group, state.from(h * task.rows + i * group, padded_));
+        copy_state(work_.member.from(h * rows, padded_), rows, state.from(h * task.rows + row, padded_));
+      row += rows;
     }
   }
 
@@ -239,16 +271,18 @@ class Worker {
     std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded_) * 4);
   }
 
-  // Adds the keys to `state`. A row that sees none of them becomes NaN.
-  void attend(const Rows& rows, const SoftmaxState& state) {
-    if (rows.begin >= rows.end) return;
+  // Adds the keys to `state`, and fetches the first of `then` at the end of the span. A row that sees no key becomes
+  // NaN.
+  void attend(const Rows& rows, const Span& then, const SoftmaxState& state) {
+    if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
     const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
-    Units here, ahead(*this, rows);
-    for (int64_t key = rows.begin; key < rows.end; key += kKeyBlock) {
-      here = ahead;
-      ahead.next();
-      const int64_t count = std::min(kKeyBlock, rows.end - key);
+    // All rows see the keys before this one.
+    const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
+    Units here(*this, rows.span, then), ahead = here;
+    ahead.next();
+    for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
+      const int64_t count = std::min(kKeyBlock, rows.visible - key);
       KeyBlock<Element> block;
       block.units = (count + kUnit - 1) / kUnit;
       for (int64_t h = 0, unit = 0, place = 0; h < heads; ++h) {
@@ -268,18 +302,20 @@ class Worker {
           ++unit;
         }
         products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
-        hide_unseen(rows, key, block.units);
+        if (all_see < key + kKeyBlock) hide_unseen(rows, key, block.units);
         const SoftmaxState of_head = state.from(h * rows.count, padded_);
-        softmax(rows.count, of_head);
+        softmax(rows.count, block, of_head);
         products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
       }
+      here.next();
+      ahead.next();
     }
   }
 
-  // Scores of the block that begins with `key` become -infinity for keys that a row does not see.
+  // Scores of the block that begins with `key` become -infinity for keys that a row does not see, and for those behind
+  // the units.
   void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
-    const int64_t start = a_.starts[rows.sequence] + 1 - key, group = group_size(a_);
-    if (start + rows.first / group >= kKeyBlock && units == kUnits) return;
+    const int64_t start = a_.starts[rows.span.sequence] + 1 - key, group = group_size(a_);
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
       for (int64_t u = std::max<int64_t>(visible, 0) / kUnit; u < kUnits; ++u) {
@@ -292,7 +328,7 @@ class Worker {
   }
 
   // Online softmax over one block, in powers of 2.
-  void softmax(int64_t rows, const SoftmaxState& state) {
+  void softmax(int64_t rows, const KeyBlock<Element>& block, const SoftmaxState& state) {
     const float scale = a_.scale * kLog2E;
     const Floats16 factor = set1(scale);
     alignas(64) float best[kQueryRows] = {};
@@ -302,6 +338,9 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
       best[r] = std::max(state.best[r], reduce_max(top) * scale);
     }
+    static_assert(kWithValues - kWithScores == 2, "the softmax fetches two pieces");
+    constexpr int64_t kLine = 64 / sizeof(Element);
+    const int64_t piece = kUnit * padded_ / kLine, lines = (2 * piece + rows - 1) / rows;  // of a piece; with each row
     alignas(64) float mass[kQueryRows];
     for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
       const Floats16 shrink = Products::power_of_2(sub(load(state.best + r), load(best + r)));
@@ -318,6 +357,13 @@ class Worker {
       for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
       state.mass[r] = mass[r] + reduce_add(sum);
       state.best[r] = best[r];
+      if constexpr (Products::kFetchesBesideSoftmax) {
+        for (int64_t line = r * lines; line < (r + 1) * lines; ++line) {
+          const bool second = line >= piece;
+          const Element* from = block.ahead[kWithScores + second] + (line - second * piece) * kLine;
+          _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
+        }
+      }
     }
   }
 
@@ -339,7 +385,8 @@ static inline void run_attention(const AttentionArgs& a) {
   parallel_pieces(tasks.count, 1, [&](Pieces& pieces) {
     Worker<Products> worker(a, queries);
     for (int64_t begin, end; pieces.next(&begin, &end);)
-      for (int64_t t = begin; t < end; ++t) worker.run(tasks.list[t], tasks.partials);
+      for (int64_t t = begin; t < end; ++t)
+        worker.run(tasks.list[t], tasks.list[std::min(t + 1, tasks.count - 1)], tasks.partials);
   });
   merge_partials(a, tasks);
 }

@@ -13,10 +13,9 @@ constexpr int64_t kFairShares = 64;
 // A task has all kv heads if it has no more than 1 / kFullShares of all keys then.
 constexpr int64_t kFullShares = 16;
 
-// Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
+// Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common.
 int32_t shared_keys(const AttentionArgs& a, int64_t s) {
-  if (s + 1 >= a.sequences || a.cu_tokens[s + 2] - a.cu_tokens[s] != 2 || a.cu_tokens[s + 1] - a.cu_tokens[s] != 1)
-    return 0;
+  if (s + 1 >= a.sequences) return 0;
   const int32_t *mine = a.tables + s * a.table_width, *other = mine + a.table_width;
   const int64_t both = std::min(a.starts[s], a.starts[s + 1]), blocks = both / a.cache->block_size;
   int64_t same = 0;
@@ -24,31 +23,67 @@ int32_t shared_keys(const AttentionArgs& a, int64_t s) {
   return static_cast<int32_t>(same * a.cache->block_size / kKeyBlock * kKeyBlock);
 }
 
-// Neighbouring sequences that are one task for the keys they share; a single sequence has shared = 0.
-struct Neighbours {
-  int64_t members;
+// Neighbouring sequences [begin, end) and the keys that they share: 0 for a single one.
+struct Group {
+  int64_t begin, end;
   int32_t shared;
 };
 
-// Finds the group that begins with s, at most `most` members. common[i]: the keys that i and i + 1 share, 0 for the
-// last.
-Neighbours find_neighbours(const int32_t* common, int64_t sequences, int64_t s, int64_t most) {
+// Finds the group that begins with s. common[i]: the keys that i and i + 1 share, 0 for the last.
+Group find_group(const int32_t* common, int64_t sequences, int64_t s) {
   const int32_t shared = common[s];
   // If the next sequence shares more with its successor, the better group begins there.
-  if (most < 2 || shared == 0 || (s + 1 < sequences && common[s + 1] > shared)) return {1, 0};
-  int64_t members = 2;
-  while (members < most && common[s + members - 1] >= shared) ++members;
-  return {members, shared};
+  if (shared == 0 || (s + 1 < sequences && common[s + 1] > shared)) return {s, s + 1, 0};
+  int64_t end = s + 2;
+  while (common[end - 1] >= shared) ++end;
+  return {s, end, shared};
+}
+
+// The rows of a group are cut into pieces of at most kQueryRows: several whole sequences, or a part of one. Returns the
+// piece that begins with a row of a sequence, as a task of the first kv head and all partitions. size: rows of a token.
+Task piece_at(const AttentionArgs& a, const Group& group, int64_t size, int64_t sequence, int64_t first_row) {
+  int64_t rows = tokens_of(a, sequence) * size - first_row, members = 1;
+  while (sequence + members < group.end && first_row == 0) {
+    const int64_t more = rows + tokens_of(a, sequence + members) * size;
+    if (more > kQueryRows) break;
+    rows = more;
+    ++members;
+  }
+  Task task = {};
+  task.sequence = static_cast<int32_t>(sequence);
+  task.first_row = static_cast<int32_t>(first_row);
+  task.rows = static_cast<int32_t>(std::min(kQueryRows, rows));
+  task.members = static_cast<int32_t>(members);
+  task.shared = members > 1 ? group.shared : 0;
+  for (int64_t i = 0; i < members - 1; ++i)
+    task.keys = std::max(task.keys, a.positions[a.cu_tokens[sequence + i + 1] - 1] + 1);
+  task.keys = std::max(task.keys, a.positions[token_of(a, task, task.rows - 1)] + 1);
+  task.partition = kAllPartitions;
+  return task;
+}
+
+// Calls body(task) for each piece of the group.
+template <typename Body>
+void for_pieces(const AttentionArgs& a, const Group& group, Body&& body) {
+  const int64_t size = group_size(a);
+  for (int64_t s = group.begin, row = 0; s < group.end;) {
+    const Task task = piece_at(a, group, size, s, row);
+    body(task);
+    row += task.rows;
+    if (task.members == 1 && row < tokens_of(a, s) * size) continue;
+    s += task.members;
+    row = 0;
+  }
 }
 
 }  // namespace
 
 Tasks make_tasks(const AttentionArgs& a) {
-  const int64_t group = group_size(a), most = kQueryRows / group;
+  const int64_t heads = a.cache->kv_heads;
   int64_t room = 0, all_keys = 0;
   for (int64_t s = 0; s < a.sequences; ++s) {
-    const int64_t tokens = a.cu_tokens[s + 1] - a.cu_tokens[s], keys = a.starts[s] + tokens;
-    const int64_t tasks = (tokens * group + kQueryRows - 1) / kQueryRows * a.cache->kv_heads;
+    const int64_t tokens = tokens_of(a, s), keys = a.starts[s] + tokens;
+    const int64_t tasks = (tokens * group_size(a) + kQueryRows - 1) / kQueryRows * heads;
     room += tasks * partitions(keys);
     all_keys += tasks * keys;
   }
@@ -56,43 +91,43 @@ Tasks make_tasks(const AttentionArgs& a) {
   char* memory = static_cast<char*>(scratch(kScratchTasks, list_bytes + static_cast<size_t>(a.sequences) * 4));
   Task* list = reinterpret_cast<Task*>(memory);
   int32_t* common = reinterpret_cast<int32_t*>(memory + list_bytes);
-  for (int64_t s = 0; s < a.sequences; ++s) common[s] = most > 1 ? shared_keys(a, s) : 0;
+  for (int64_t s = 0; s < a.sequences; ++s) common[s] = shared_keys(a, s);
   Task* next = list;
-  int64_t partial_rows = 0;
+  int64_t partials = 0;  // rows of partial results
   for (int64_t s = 0; s < a.sequences;) {
-    const Neighbours together = find_neighbours(common, a.sequences, s, most);
-    const int64_t rows = (a.cu_tokens[s + together.members] - a.cu_tokens[s]) * group;
-    for (int64_t first = 0; first < rows; first += kQueryRows) {
-      Task task = {};
-      task.sequence = static_cast<int32_t>(s);
-      task.first_row = static_cast<int32_t>(first);
-      task.rows = static_cast<int32_t>(std::min(kQueryRows, rows - first));
-      task.members = static_cast<int32_t>(together.members);
-      task.shared = together.shared;
-      for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
-        task.keys = std::max(task.keys, a.positions[t] + 1);
-      const int64_t heads = a.cache->kv_heads, least = std::min<int64_t>(task.keys, kPartition);
-      const bool full = task.rows * heads <= kQueryRows && least * heads <= all_keys / kFullShares;
-      task.kv_heads = static_cast<int32_t>(full ? heads : 1);
-      for (int64_t head = 0; head < heads; head += task.kv_heads) {
-        task.kv_head = static_cast<int32_t>(head);
-        task.partition = kAllPartitions;
-        if (task.keys <= kPartition || task.keys * task.kv_heads <= all_keys / kFairShares) {
-          *next++ = task;
-          continue;
+    const Group group = find_group(common, a.sequences, s);
+    s = group.end;
+    int64_t most = 1;  // partitions of a piece that may be split
+    bool full = true;  // whether each task has all kv heads
+    for_pieces(a, group, [&](const Task& piece) {
+      const int64_t least = std::min<int64_t>(piece.keys, kPartition);
+      full = full && piece.rows * heads <= kQueryRows && least * heads <= all_keys / kFullShares;
+      if (piece.keys * heads > all_keys / kFairShares) most = std::max(most, partitions(piece.keys));
+    });
+    const int64_t together = full ? heads : 1;
+    int64_t end = partials;
+    for (int64_t partition = 0; partition < most; ++partition) {
+      end = partials;
+      for_pieces(a, group, [&](Task task) {
+        task.kv_heads = static_cast<int32_t>(together);
+        const bool split = task.keys > kPartition && task.keys * together > all_keys / kFairShares;
+        const int64_t parts = split ? partitions(task.keys) : 1;
+        for (int64_t head = 0; head < heads; head += together) {
+          task.kv_head = static_cast<int32_t>(head);
+          if (split) {
+            task.partition = static_cast<int32_t>(partition);
+            task.partial = static_cast<int32_t>(end + partition * partial_rows(task));
+            end += parts * partial_rows(task);
+          }
+          if (partition < parts) *next++ = task;
         }
-        for (task.partition = 0; task.partition < partitions(task.keys); ++task.partition) {
-          task.partial = static_cast<int32_t>(partial_rows);
-          partial_rows += round_up(task.rows * task.kv_heads, 16);
-          *next++ = task;
-        }
-      }
+      });
     }
-    s += together.members;
+    partials = end;
   }
-  if (partial_rows == 0) return {list, next - list, {}};
-  const size_t partial_bytes = static_cast<size_t>(state_floats(partial_rows, a.cache->dim_padded)) * 4;
-  return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partial_rows)};
+  if (partials == 0) return {list, next - list, {}};
+  const size_t partial_bytes = static_cast<size_t>(state_floats(partials, a.cache->dim_padded)) * 4;
+  return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partials)};
 }
 
 }  // namespace fd

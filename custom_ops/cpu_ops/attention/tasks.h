@@ -20,14 +20,15 @@ constexpr int64_t kPartition = 1024;
 static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
 constexpr int32_t kAllPartitions = -1;
 
-// If `members` is above 1, the task has one decode token of each of so many neighbouring sequences, whose first
-// `shared` keys are the same blocks of the cache (choices that share a prompt). The task reads these keys only once.
+// If `members` is above 1, the task has all rows of so many neighbouring sequences, whose first `shared` keys are the
+// same blocks of the cache (choices that share a prompt). The task reads these keys only once.
 // A task with several kv heads reads them block by block: they lie side by side in the cache. It has `rows` for each.
 struct Task {
   int32_t sequence, kv_head, kv_heads, first_row, rows, members, shared;
   int32_t keys;       // number of keys that the last of its rows sees
   int32_t partition;  // number of the partition, or kAllPartitions
-  int32_t partial;    // unless kAllPartitions: its first row in the partial results, kv head by kv head
+  int32_t partial;    // unless kAllPartitions: its first row in the partial results, kv head by kv head; partitions of
+                      // the same rows follow each other there
 };
 
 // The softmax of each row over the keys so far: the best score, the sum of weights relative to it, and the weighted sum
@@ -42,6 +43,8 @@ static inline int64_t state_floats(int64_t rows, int64_t padded) { return rows *
 
 static inline SoftmaxState state_in(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
 
+// Tasks that read the same keys are neighbours in the list: a thread runs them one after the other, and the later ones
+// find the keys in its cache.
 struct Tasks {
   Task* list;
   int64_t count;
@@ -57,10 +60,17 @@ static inline int64_t group_size(const AttentionArgs& a) { return a.heads / a.ca
 // padding allows reads of whole 16-row tiles.
 static inline int64_t query_rows(const AttentionArgs& a) { return a.tokens * group_size(a) + kQueryRows; }
 
+static inline int64_t tokens_of(const AttentionArgs& a, int64_t sequence) {
+  return a.cu_tokens[sequence + 1] - a.cu_tokens[sequence];
+}
+
 static inline int64_t partitions(int64_t keys) { return (keys + kPartition - 1) / kPartition; }
 
 // Returns the end of the partition of `key`.
 static inline int64_t partition_end(int64_t key) { return (key / kPartition + 1) * kPartition; }
+
+// Rows of the result of one partition of the task.
+static inline int64_t partial_rows(const Task& task) { return (task.rows * task.kv_heads + 15) / 16 * 16; }
 
 // Returns the token of the r-th row of a task. Rows are (token, head of the group) pairs in order, over all members.
 static inline int64_t token_of(const AttentionArgs& a, const Task& task, int64_t r) {

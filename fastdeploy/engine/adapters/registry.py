@@ -15,12 +15,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import FastDeployError, UpdateInProgress, WrongOrder
 from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.request import ServedModel
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource, SourcePolicy
 from fastdeploy.engine.adapters.checks import AdapterChecks, AdapterLookups, check_adapter_epoch, explained
 from fastdeploy.engine.adapters.loads import Adapter, Load, problem_of
@@ -315,7 +316,9 @@ class AdapterRegistry:
         recompute = args.kv == "recompute"
         to_recompute = sum(request.num_computed for request in in_flight) if recompute else 0
         version = args.version if args.version is not None else str(epoch)
-        model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
+        model.served = msgspec.structs.replace(
+            before, version=version, adapter=load.number, adapter_name=args.lora_name, adapter_epoch=epoch
+        )
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
         adapter.fingerprint = info.fingerprint
         self._metrics.commits.labels("adapter", args.kv).inc()
@@ -341,8 +344,8 @@ class AdapterRegistry:
         }
 
     def _new_model(self, name: str) -> ServedModel:
-        weight_epoch = self._scopes.base.served.weight_epoch
-        return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
+        base = self._scopes.base.served
+        return self._scopes.add(msgspec.structs.replace(base, version="", adapter_name=name))
 
     def _refuse(self, load: Load, error: FastDeployError) -> None:
         """End a load without an adapter. Requests that wait for the name are refused, unless the adapter root may have

@@ -99,7 +99,8 @@ class ScopeRegistry:
 
     def serve(self, version: str, weight_epoch: int) -> None:
         """Set the base weights that compute all models from the next step on, and their label."""
-        before, self.base.served = self.base.served, ServedWeights(version, weight_epoch)
+        before = self.base.served
+        self.base.served = msgspec.structs.replace(before, version=version, weight_epoch=weight_epoch)
         if weight_epoch != before.weight_epoch:
             for model in self.adapters:
                 model.served = msgspec.structs.replace(model.served, weight_epoch=weight_epoch)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+from fastdeploy.core.config import QUANTIZATIONS
 from fastdeploy.core.events import Event, EventLog
 from fastdeploy.core.request import Request, RequestState
 from fastdeploy.engine.handlers import handles
@@ -233,5 +234,7 @@ def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:
     add("engine_short_lives", text, lambda: short_lives)
     text = "Memory of the standby copy, packed weights that do not serve"
     add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
+    text, used = "1 for the quantization of the weights that serve", base.served.quantization
+    parts.metrics.add_flags("quantization", text, "quantization", QUANTIZATIONS, lambda name: name == used)
     text = "1 while memory of this tag is released"
     parts.metrics.add_flags("asleep", text, "tag", TAGS, lambda tag: tag in runner.asleep)

@@ -21,8 +21,8 @@ MAX_DIGITS = 18  # of an integer that fits 64 bits
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
-    """Return ``spans`` as clients see them, without empty spans. ``recomputed`` is left out if it is false, and so is
-    the adapter if there is none."""
+    """Return ``spans`` as clients see them, without empty spans. ``recomputed`` is left out if it is false, and so
+    are the adapter and the quantization if there is none."""
     return [_shown(span) for span in spans if span.end > span.start]
 
 
@@ -32,6 +32,8 @@ def _shown(span: Span) -> dict[str, Any]:
         fields |= {"lora_name": span.adapter, "adapter_epoch": span.adapter_epoch}
     if span.recomputed:
         fields["recomputed"] = True
+    if span.quantization:
+        fields["quantization"] = span.quantization
     return fields
 
 

@@ -9,6 +9,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+from fastdeploy.core.config import QUANTIZATIONS
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.core.files import ANYWHERE, Folder
 from fastdeploy.model_executor.model_config import ModelConfig, eos_ids
@@ -63,9 +64,16 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     return config
 
 
-def build_model(config: ModelConfig, ops: Ops, max_model_len: int) -> Model:
-    """Make the model of a config. max_model_len: the longest sequence, in tokens."""
-    return ARCHITECTURES[config.architecture].build(config, ops, max_model_len)
+def build_model(config: ModelConfig, ops: Ops, max_model_len: int, quantization: str | None = None) -> Model:
+    """Make the model of a config. max_model_len: the longest sequence, in tokens. quantization: of its linears, "int8"
+    or None. Raises InvalidField for a quantization that is unknown, or that the ops do not have."""
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise InvalidField("quantization", f"expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    if quantization is not None and ops.dtype != "bfloat16":
+        raise InvalidField("quantization", f"{quantization} needs the dtype bfloat16, got {ops.dtype}")
+    model = ARCHITECTURES[config.architecture].build(config, ops, max_model_len)
+    model.quantization = quantization
+    return model
 
 
 def _read_json(folder: Folder, file: str) -> dict[str, Any]:

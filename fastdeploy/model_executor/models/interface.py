@@ -40,6 +40,11 @@ class ModelWeights:
     lm_head: PackedLinear
     values: Mapping[str, Value]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all linears."""
+        return sum(value.nbytes for value in self.values.values() if not isinstance(value, paddle.Tensor))
+
 
 class BlockBuilder(Protocol):
     """The builder of one block of every layer."""
@@ -58,8 +63,11 @@ class Model:
     parameters: all parameters of the model. adaptable: the linears that an adapter may change. The last one is the
     output layer; if that is tied to the embedding, it is no parameter. aliases: further tensors that a checkpoint may
     have, each with the name of the tensor that it must equal (lm_head.weight if embeddings are tied: transformers
-    ignores it, but a trainer that sends other values for it would expect them to serve).
+    ignores it, but a trainer that sends other values for it would expect them to serve). quantization: see
+    ``build_model``.
     """
+
+    quantization: str | None = None
 
     def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder]):
         self.config, self.ops = config, ops
@@ -69,11 +77,20 @@ class Model:
             linear(key, {name.removesuffix(".weight"): config.vocab_size}, config.hidden_size)
             for key, name in (("embedding", EMBEDDING), ("lm_head", LM_HEAD))
         )
+        self._head = "embedding" if config.tie_word_embeddings else "lm_head"  # the key of the output layer's values
         layers = range(config.num_hidden_layers)
         of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
         ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
         self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
         self.adaptable: tuple[Parameter, ...] = (*(one for one in of_layers if not one.is_vector), head)
+
+    def quantize(self, values: Mapping[str, Value], stop: np.ndarray) -> None:
+        """Make the int8 values of those linears that steps multiply with, after their values were written. values: by
+        key. stop: see ``Ops.quantize``. Does nothing without quantization. Raises MemoryError."""
+        if self.quantization is None:
+            return
+        multiplied = {one.key for one in self.adaptable[:-1]} | {self._head}
+        self.ops.quantize([as_linear(value) for key, value in values.items() if key in multiplied], stop)
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
         """Make weights from the packed value of each parameter, by key."""
@@ -82,8 +99,7 @@ class Model:
             for layer in range(self.config.num_hidden_layers)
         )
         embedding = as_linear(values["embedding"])
-        lm_head = embedding if self.config.tie_word_embeddings else as_linear(values["lm_head"])
-        return ModelWeights(embedding, layers, as_vector(values["norm"]), lm_head, values)
+        return ModelWeights(embedding, layers, as_vector(values["norm"]), as_linear(values[self._head]), values)
 
     def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
         """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""

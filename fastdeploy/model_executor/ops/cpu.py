@@ -172,6 +172,8 @@ class CpuOps:
     def quantize(self, weights: Sequence[PackedLinear], stop: np.ndarray) -> None:
         assert self._bf16
         self._check(self._lib.fd_quantize(_pointers(list(map(handle_of, weights))), len(weights), stop_flag(stop)))
+        for weight in weights:
+            weight.quantized = True
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         last = weight.out_features if last is None else last

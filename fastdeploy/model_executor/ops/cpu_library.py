@@ -202,6 +202,7 @@ class CpuLinear:
         self.out_features = out_features
         self.in_features = in_features
         self.with_bias = with_bias
+        self.quantized = False
         self._library = library
         _free_with(self, library.fd_free_weight, self.handle)
 

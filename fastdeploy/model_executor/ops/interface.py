@@ -32,10 +32,11 @@ INT8_GROUP = 64  # values of a column of weights, or of a row of inputs, that sh
 
 class PackedLinear(Protocol):
     """A weight [out_features, in_features], with or without a bias, in a layout that the ops choose. Immutable.
-    nbytes: with its int8 values, if it has them."""
+    nbytes: with its int8 values. quantized: it has int8 values."""
 
     out_features: int
     in_features: int
+    quantized: bool
 
     @property
     def nbytes(self) -> int: ...

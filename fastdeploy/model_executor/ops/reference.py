@@ -111,6 +111,7 @@ class ReferenceOps:
         assert self.dtype == "bfloat16"
         for weight in weights:
             assert isinstance(weight, ReferenceLinear)
+            weight.quantized = True
             if not stop[0]:
                 weight.int8 = paddle.to_tensor(quantized(weight.weight.numpy(), 127))
 

@@ -28,6 +28,7 @@ class ReferenceLinear:
     in_features: int
     nbytes: int
     int8: paddle.Tensor | None = None
+    quantized: bool = False
 
 
 class ReferencePart(NamedTuple):

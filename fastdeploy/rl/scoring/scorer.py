@@ -34,6 +34,7 @@ from fastdeploy.worker.standby import StandbyCopy
 
 FORWARD_TOKENS = 8192  # of one batch
 BLOCK = 16  # tokens of a KV block
+NEVER_STOPPED = np.zeros(1, np.int32)
 LOGITS = 1 << 22  # logits that are in memory at once
 DTYPES = {"float32": paddle.float32, "bfloat16": paddle.bfloat16}
 
@@ -75,11 +76,11 @@ class Packer:
             StageItem(values.region(name), "F32", 0, memory=source.reshape(-1).view(np.uint8))
             for name, source in sources.items()
         ]
-        for name, result in zip(sources, ops.stage(items, np.zeros(1, np.int32)), strict=True):
+        for name, result in zip(sources, ops.stage(items, NEVER_STOPPED), strict=True):
             if result.problem is not None:
                 self._standby.give_back(loan)
                 raise refusal(name, "the parameters", result, ops.dtype)
-        packed = self._model.assemble(values.complete(sources, {}))
+        packed = self._model.assemble(values.complete(sources, {}, NEVER_STOPPED))
         old = {} if self._serving is None else self._serving.values
         self._standby.commit(loan, old, packed.values, {})
         self._serving = packed
@@ -205,8 +206,9 @@ def _same_prompt(one: Sample, other: Sample) -> bool:
 class Scorer:
     """The scorer of samples, with the weights of a checkpoint folder, which a trainer changes.
 
-    dtype: of the server, "float32" or "bfloat16". max_model_len: the longest sample, in tokens; None = that of the
-    model. max_tokens: of one micro-batch of the backward pass, whose memory grows with it.
+    dtype: of the server, "float32" or "bfloat16". quantization: of the server, "int8" or None; gradients are those of
+    weights without it. max_model_len: the longest sample, in tokens; None = that of the model. max_tokens: of one
+    micro-batch of the backward pass, whose memory grows with it.
 
     parameters: float32 tensors by checkpoint name, a tied one once. An optimizer changes them; ``refresh`` must follow.
 
@@ -214,7 +216,12 @@ class Scorer:
     """
 
     def __init__(
-        self, model_path: str, dtype: str = "bfloat16", max_model_len: int | None = None, max_tokens: int = 1024
+        self,
+        model_path: str,
+        dtype: str = "bfloat16",
+        max_model_len: int | None = None,
+        max_tokens: int = 1024,
+        quantization: str | None = None,
     ):
         if dtype not in ("float32", "bfloat16"):
             raise InvalidField("dtype", f"expected float32 or bfloat16, got {dtype!r}")
@@ -225,7 +232,7 @@ class Scorer:
         if not 2 <= self._max_len <= config.max_position_embeddings:
             expected = f"expected 2 to {config.max_position_embeddings} (the model's own)"
             raise InvalidField("max_model_len", f"{expected}, got {max_model_len}")
-        self._model = build_model(config, get_ops(dtype), self._max_len)
+        self._model = build_model(config, get_ops(dtype), self._max_len, quantization)
         self.parameters: dict[str, paddle.Tensor] = read_parameters(model_path, self._model)
         self._packer = Packer(self._model)
         self._forward = EngineForward(self._model, FORWARD_TOKENS)
@@ -246,9 +253,10 @@ class Scorer:
         """Return the log probability of each output token, float32 [total output tokens], in the order of
         ``sequences``. These are (prompt_ids, output_ids) pairs.
 
-        The values equal, to the bit, those that a server with the same weights and dtype returns for the tokens it
-        samples: with temperature 1.0 in logprobs_mode raw, with another one in mode temperature at this temperature.
-        0.0 counts as 1.0, as it does at the server. The result has gradients with respect to ``parameters``.
+        The values equal, to the bit, those that a server with the same weights, dtype and quantization returns for the
+        tokens it samples: with temperature 1.0 in logprobs_mode raw, with another one in mode temperature at this
+        temperature. 0.0 counts as 1.0, as it does at the server. The result has gradients with respect to
+        ``parameters``.
 
         Raises InvalidField for input that the model cannot score, NonFiniteLogits for weights that give NaN."""
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 1e6:

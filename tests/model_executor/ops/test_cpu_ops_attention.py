@@ -295,7 +295,8 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
     ids=str,
 )
 def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
-    """Nine samples share the blocks of their prompt. Others share fewer blocks or none, or are in prefill."""
+    """Nine samples share the blocks of their prompt; some have drafts. Others share fewer blocks or none, or are in
+    prefill."""
     spec, size = make_spec(rng, shape), shape.block_size
     width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
     own = 3  # blocks of a sample behind the prompt's
@@ -303,11 +304,11 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
     prompt = [ids.pop() for _ in range(whole)]
     starts, tables = [], []
     for _ in range(9):
-        starts.append(whole * size + int(rng.integers(0, own * size)))
+        starts.append(whole * size + int(rng.integers(0, own * size - 8)))
         tables.append(prompt + [ids.pop() for _ in range(own)])
     starts.insert(4, 70)  # less than the prompt
     tables.insert(4, [*prompt[: -(-16 // size)], *(ids.pop() for _ in range(-(-80 // size)))])
-    counts = [1] * len(starts)
+    counts = [1, 1, 3, 1, 1, 2, 2, 9, 1, 1]
     starts.append(0), tables.append([ids.pop() for _ in range(2)]), counts.append(20)
     starts.append(5), tables.append([ids.pop()]), counts.append(1)
     cache, used = ops.new_kv_cache(1, 200, size, shape.kv_heads, shape.dim), set()
@@ -334,14 +335,17 @@ def test_neighbours_that_decode_behind_the_same_blocks_are_one_task(ops, rng):
     shape = Shape(8, 2, 64, 32, False)  # groups of 4 heads: 8 sequences fill the 32 rows of a task
     cache, spec = ops.new_kv_cache(1, 100, shape.block_size, shape.kv_heads, shape.dim), make_spec(rng, shape)
 
-    def tasks(shared: list[int], start: int = 200) -> int:
-        """Count the tasks of sequences that decode one token. The i-th begins with shared[i] blocks of the first."""
+    def tasks(shared: list[int], start: int = 200, tokens: int = 1) -> int:
+        """Count the tasks of sequences that compute ``tokens``. The i-th begins with shared[i] blocks of the first."""
         tables = [[*range(count), *range(10 + 7 * i, 10 + 7 * i + 7 - count)] for i, count in enumerate(shared)]
-        return ops.attention_tasks(cache, make_batch([start] * len(shared), [1] * len(shared), tables), spec)
+        return ops.attention_tasks(cache, make_batch([start] * len(shared), [tokens] * len(shared), tables), spec)
 
     assert tasks([0, 0, 0, 0]) == 4 * 2
     assert tasks([4, 4, 4, 4]) == 2
     assert tasks([4] * 9) == 2 * 2, "a task has room for eight"
+    assert tasks([4] * 4, tokens=2) == 2, "drafts share the keys, too"
+    assert tasks([4] * 4, tokens=3) == 2 * 2
+    assert tasks([4] * 4, tokens=9) == 2 * 4 * 2, "each has rows for two tasks"
     assert tasks([1, 1, 1]) == 3 * 2, "32 shared keys are less than a key block of 64"
     assert tasks([2, 2, 0, 0]) == 3 * 2
     assert tasks([2, 6, 6]) == 2 * 2, "the second and the third share more than the first two"

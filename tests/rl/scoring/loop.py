@@ -26,8 +26,8 @@ LEARNING_RATE = 2e-3  # with a larger one, some models are certain of every toke
 class RealRunner(ModelRunner):
     """A runner for the harness, which holds up staging within a round."""
 
-    def __init__(self, folder: Path, dtype: str, **settings: Any):
-        super().__init__(str(folder), dtype=dtype, **settings)
+    def __init__(self, folder: Path, **settings: Any):
+        super().__init__(str(folder), **settings)
         self.may_stage = threading.Event()
         self.may_stage.set()
 
@@ -48,12 +48,13 @@ class Rollout:
 class Loop:
     """Generates groups of GROUP samples for each of PROMPTS, in an engine whose KV cache is too small for all of them.
 
-    settings: sampling parameters of all requests."""
+    dtype: "int8" is bfloat16 with this quantization. settings: sampling parameters of all requests."""
 
     def __init__(self, folder: Path, dtype: str, scratch: Path, num_blocks: int = 14, **settings: Any):
-        runner = RealRunner(folder, dtype, num_blocks=num_blocks, max_model_len=128)
+        served_as = {"dtype": "bfloat16", "quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
+        runner = RealRunner(folder, num_blocks=num_blocks, max_model_len=128, **served_as)
         self.engine = Harness(runner, max_num_seqs=8, max_num_batched_tokens=32)
-        self.scorer = Scorer(str(folder), dtype)
+        self.scorer = Scorer(str(folder), **served_as)
         self._folder, self._scratch = folder, scratch
         self._settings = {"temperature": 1.0, "logprobs": 0, **settings}
         self._requests = 0

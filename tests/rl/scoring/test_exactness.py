@@ -14,8 +14,9 @@ from rl.scoring.loop import LENGTH, Loop, Rollout, assert_no_mismatch, bits
 DTYPES = ["float32", "bfloat16"]
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=[*DTYPES, "int8"])
 def dtype(request: pytest.FixtureRequest) -> str:
+    """Return a dtype, or "int8" for bfloat16 with this quantization."""
     return request.param
 
 
@@ -116,6 +117,7 @@ def test_tokens_after_a_switch_with_kv_keep_differ_since_older_weights_made_thei
     assert (bits(server) != bits(trainer))[by_new].mean() > 0.3
 
 
+@pytest.mark.parametrize("dtype", DTYPES)  # the int8 value of a weight with another bit may be the same
 def test_one_bit_of_one_weight_shows(checkpoints, tmp_path, dtype):
     loop = Loop(checkpoints["qwen2"], dtype, tmp_path)
     state = loop.scorer.state()

@@ -57,7 +57,13 @@ def test_no_sequences_are_refused(scorer):
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"dtype": "float16"}, "dtype"), ({"max_model_len": 9999}, "max_model_len"), ({"max_tokens": 0}, "max_tokens")],
+    [
+        ({"dtype": "float16"}, "dtype"),
+        ({"max_model_len": 9999}, "max_model_len"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"quantization": "int4"}, "quantization"),
+        ({"quantization": "int8", "dtype": "float32"}, "quantization"),
+    ],
 )
 def test_a_setting_that_is_not_supported_is_refused(checkpoints, settings, field):
     with pytest.raises(InvalidField) as caught:

@@ -269,6 +269,7 @@ def vllm_config(context: ServingContext) -> dict[str, Any]:
             "served_model_name": config.served_model_name,
             "tokenizer": config.model if context.tokenizer is not None else None,
             "dtype": f"torch.{info.get('dtype', 'float32')}",
+            "quantization": info.get("quantization"),
             "max_model_len": context.max_model_len,
             "logprobs_mode": config.logprobs_mode,
         },
