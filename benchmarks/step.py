@@ -5,10 +5,10 @@
     python -m benchmarks.step --running 32 --adapters 1,8,32 [--rank 16]
     python -m benchmarks.step --running 8 --context 32700          # long contexts: 3.2 GB of KV
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step is
-compared with the time to read its bytes (weights, distinct adapters, and KV) at the machine's read bandwidth; so is its
-attention alone (KV). With AMX or AVX512_BF16, a prefill step is compared with the time of its operations at the peak of
-these instructions (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, the time of a
+step is compared with the least time: to read its bytes (weights, distinct adapters, and KV; of its attention alone, KV)
+at the machine's read bandwidth, or its operations at the peak of AMX or AVX512_BF16, if that is longer. A prefill has
+only the second one (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine
 affects all. Medians, with the best time in brackets. At short contexts, attention is the cost of its calls.
 
 ``--adapters`` adds decode steps of the most sequences with random adapters on all linears (make_adapters.py).
@@ -47,8 +47,7 @@ MODEL = Path.home() / ".cache" / "fastdeploy-peers" / "q05"
 
 
 class Step(NamedTuple):
-    """A step to measure. nbytes: that it reads, if that bounds it; else 0. operations: of the prefill, if they bound
-    it; else 0."""
+    """A step to measure. nbytes: that it reads; 0 for a prefill, whose operations bound it."""
 
     plan: StepPlan
     nbytes: int = 0
@@ -56,9 +55,9 @@ class Step(NamedTuple):
 
     def least_seconds(self, machine: Machine) -> float | None:
         """Return the least time on ``machine``; None without the probe that it needs."""
-        if self.nbytes:
-            return self.nbytes / machine.read
-        return None if machine.peak is None else self.operations / machine.peak
+        if not self.nbytes and machine.peak is None:
+            return None
+        return machine.least_s(self.nbytes, self.operations)
 
     def repeated(self) -> StepPlan:
         """Return the plan of the same step for a runner that knows its sequences."""
@@ -82,7 +81,8 @@ def make_steps(options: argparse.Namespace, shape: Shape, blocks: int) -> dict[s
         numbers = [1 + row * adapters // running if adapters else 0 for row in range(running)]
         chunks = [chunk(row, options.context, 1, blocks, True, number) for row, number in enumerate(numbers)]
         kv = shape.kv_bytes(running * options.context)
-        return Step(StepPlan(0, chunks, []), shape.step_bytes + kv + adapters * adapter_bytes(shape, options.rank))
+        nbytes = shape.step_bytes + kv + adapters * adapter_bytes(shape, options.rank)
+        return Step(StepPlan(0, chunks, []), nbytes, shape.step_operations(running))
 
     most = max(options.running)
     steps = {f"decode {running}": decode(running, 0) for running in options.running}
@@ -107,7 +107,7 @@ def describe(name: str, timing: Timing, least: float | None) -> dict[str, float 
     text, share = f"  {name:23} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})", None
     if least is not None:
         share = least / timing.median
-        text += f"   {share:4.0%} of the {'matrix rate' if name.startswith('prefill') else 'bandwidth'}"
+        text += f"   least time {least * 1e3:.2f} ms, {share:.0%}"
     print(text)
     return {"ms": timing.median * 1e3, "best_ms": timing.best * 1e3, "of_roofline": share}
 

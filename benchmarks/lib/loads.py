@@ -112,7 +112,7 @@ class Load(ABC):
     output: int
     requests: int
 
-    bound = "read bandwidth"
+    bound = "least time"
 
     @property
     def described(self) -> str:
@@ -163,7 +163,7 @@ class Streams(Load):
         return model
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
-        return None if figures.token_s is None else decode_share(shape, machine, figures.token_s)
+        return figures.token_s and decode_share(shape, machine, self.at_once, figures.token_s)
 
 
 @dataclass(frozen=True)
@@ -178,19 +178,19 @@ class AdapterStreams(Streams):
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         extra = self.adapters * self.adapter_bytes
-        return figures.token_s and (shape.step_bytes + extra) / figures.token_s / machine.read
+        return figures.token_s and decode_share(shape, machine, self.at_once, figures.token_s, extra)
 
 
 class Long(Streams):
     """Greedy streams behind long prompts, which are the same in all rounds: the warm-up computes them, and later rounds
-    find their KV in the prefix cache. Bounded by the read bandwidth: weights and KV."""
+    find their KV in the prefix cache. Reading the KV is in the least time."""
 
     async def run(self, client: Client, model: str, seed: str) -> Figures:
         return await super().run(client, model, self.name)
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         kv = shape.kv_bytes(self.at_once * self.prompt)
-        return figures.token_s and (shape.step_bytes + kv) / figures.token_s / machine.read
+        return figures.token_s and decode_share(shape, machine, self.at_once, figures.token_s, kv)
 
 
 class Prefill(Streams):
@@ -208,7 +208,6 @@ class Groups(Load):
     samples, not streamed. A client sends its next group when its last one is complete."""
 
     SAMPLES = 8
-    bound = "least time"
 
     @property
     def described(self) -> str:
@@ -240,7 +239,8 @@ class Groups(Load):
         return [(body | {"n": self.SAMPLES}, self.SAMPLES)]
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
-        return group_share(shape, machine, self.requests, self.at_once, self.prompt, self.output, figures.seconds)
+        counts = self.requests, self.at_once, self.SAMPLES
+        return group_share(shape, machine, *counts, self.prompt, self.output, figures.seconds)
 
 
 class RepeatedGroups(Groups):

@@ -1,8 +1,9 @@
 """The machine's roofline: formulas of the least time of a load, and the probe that measures the machine.
 
-A decode step reads every weight once: its least time is the bytes of the weights over the read bandwidth. A prefill
-multiplies every prompt token with every weight of the layers: its least time is these operations over the matrix rate.
-Reading the KV cache, norms, sampling and HTTP are not counted.
+A decode step reads every weight once, and multiplies it with a row of each sequence. Its least time is the longer one
+of reading at the read bandwidth and multiplying at the matrix rate. A prefill multiplies every prompt token with every
+weight of the layers. Its least time is these operations over the matrix rate. Reading the KV cache, norms, sampling and
+HTTP are not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ class Machine(NamedTuple):
 
     read: float
     peak: float | None
+
+    def least_s(self, nbytes: float, operations: float) -> float:
+        """Return the least time to read and to multiply at the same time. Without a peak, that of reading."""
+        return max(nbytes / self.read, operations / self.peak if self.peak else 0.0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class Shape:
         """Bytes that a decode step reads: the linears of all layers and the output head, in bfloat16."""
         return BYTES * (self.layer_parameters + self.vocab * self.hidden)
 
+    def step_operations(self, rows: int) -> int:
+        """Return the operations of a decode step of ``rows`` sequences: 2 per row and weight of the linears of all
+        layers and of the output head. Attention is not counted."""
+        return self.step_bytes // BYTES * 2 * rows
+
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the keys and values of ``tokens`` in all layers, in bfloat16."""
         return BYTES * 2 * self.layers * self.kv_heads * self.head_dim * tokens
@@ -77,10 +87,10 @@ class Shape:
         return 2 * self.layer_parameters * tokens + attention
 
 
-def decode_share(shape: Shape, machine: Machine, token_s: float) -> float:
-    """Return the share of the read bandwidth at ``token_s`` seconds between tokens: step_bytes / token_s / read. The
-    number of streams does not matter: a step reads the weights once for all."""
-    return shape.step_bytes / token_s / machine.read
+def decode_share(shape: Shape, machine: Machine, rows: int, token_s: float, more_bytes: int = 0) -> float:
+    """Return the least time of a decode step of ``rows`` streams over ``token_s``, the seconds between tokens.
+    more_bytes: that the step reads beside the weights."""
+    return machine.least_s(shape.step_bytes + more_bytes, shape.step_operations(rows)) / token_s
 
 
 def prefill_share(shape: Shape, machine: Machine, prompts: int, tokens: int, seconds: float) -> float | None:
@@ -92,16 +102,17 @@ def prefill_share(shape: Shape, machine: Machine, prompts: int, tokens: int, sec
 
 
 def group_share(
-    shape: Shape, machine: Machine, groups: int, at_once: int, prompt: int, output: int, seconds: float
+    shape: Shape, machine: Machine, groups: int, at_once: int, samples: int, prompt: int, output: int, seconds: float
 ) -> float | None:
-    """Return the least time of ``groups`` of samples, ``at_once`` in flight, over ``seconds``. In the least time, each
-    prompt is prefilled once, then ceil(groups / at_once) * ``output`` decode steps each read the weights once.
+    """Return the least time of ``groups`` of ``samples``, ``at_once`` groups in flight, over ``seconds``. In the least
+    time, each prompt is prefilled once; then each round of groups takes ``output`` decode steps of all its samples.
     None without a peak."""
     if machine.peak is None:
         return None
     prefill = groups * shape.prefill_operations(prompt) / machine.peak
-    decode = -(-groups // at_once) * output * shape.step_bytes / machine.read
-    return (prefill + decode) / seconds
+    rounds = [min(at_once, groups - first) for first in range(0, groups, at_once)]
+    steps = [machine.least_s(shape.step_bytes, shape.step_operations(count * samples)) for count in rounds]
+    return (prefill + output * sum(steps)) / seconds
 
 
 def probe() -> Machine | None:

@@ -20,7 +20,7 @@ def figures(speed: float, first: float = 1.0, token_s: float = 1.0) -> Figures:
 
 
 def compared(
-    *engines: tuple[str, list[Figures]], probes: tuple[Machine, ...] = (Machine(1000.0, 1.0),)
+    *engines: tuple[str, list[Figures]], probes: tuple[Machine, ...] = (Machine(1000.0, 1e6),)
 ) -> LoadComparison:
     return LoadComparison(LOAD, tuple(EngineRuns(name, tuple(runs)) for name, runs in engines), probes)
 
@@ -46,9 +46,9 @@ def test_sooner_is_the_peers_time_to_the_first_token_over_ours():
 
 def test_the_roofline_is_that_of_the_machine_as_probed_in_this_run():
     runs = [figures(1, token_s=1.312)]
-    assert cells(compared(("ours", runs)), 0)["of the roofline"] == "50% of read bandwidth"
-    slower = (Machine(500.0, 1.0), Machine(500.0, 1.0), Machine(1000.0, 1.0))
-    assert cells(compared(("ours", runs), probes=slower), 0)["of the roofline"] == "100% of read bandwidth"
+    assert cells(compared(("ours", runs)), 0)["of the roofline"] == "50% of least time"
+    slower = (Machine(500.0, 1e6), Machine(500.0, 1e6), Machine(1000.0, 1e6))
+    assert cells(compared(("ours", runs), probes=slower), 0)["of the roofline"] == "100% of least time"
 
 
 def test_without_a_probe_only_the_roofline_is_missing():
@@ -94,8 +94,14 @@ def test_a_prefill_multiplies_every_token_and_attends_to_half_of_all_pairs():
 
 
 def test_the_decode_share_is_one_at_the_bandwidth_and_half_at_half_the_speed():
-    assert decode_share(SMALL, MACHINE, 0.656) == pytest.approx(1.0)
-    assert decode_share(SMALL, MACHINE, 1.312) == pytest.approx(0.5)
+    assert decode_share(SMALL, MACHINE, 1, 0.656) == pytest.approx(1.0)
+    assert decode_share(SMALL, MACHINE, 8, 1.312) == pytest.approx(0.5)
+    assert decode_share(SMALL, MACHINE, 8, 1.0, more_bytes=344) == pytest.approx(1.0)
+
+
+def test_a_decode_step_of_many_rows_is_bounded_by_its_operations():
+    assert SMALL.step_operations(20) == 2 * 328 * 20  # more than 0.656 s at 10,000 a second
+    assert decode_share(SMALL, MACHINE, 20, 1.312) == pytest.approx(1.0)
 
 
 def test_the_prefill_share_counts_all_prompts():
@@ -105,8 +111,11 @@ def test_the_prefill_share_counts_all_prompts():
 
 
 def test_the_least_time_of_groups_counts_each_prompt_once_and_each_round_of_decoding():
-    least = 5 * SMALL.prefill_operations(5) / 10_000 + 3 * 7 * 0.656  # 5 groups, 2 at a time: 3 rounds
-    assert group_share(SMALL, MACHINE, 5, 2, 5, 7, least) == pytest.approx(1.0)
+    prefill = 5 * SMALL.prefill_operations(5) / 10_000
+    least = prefill + 3 * 7 * 0.656  # 5 groups, 2 at a time: 3 rounds
+    assert group_share(SMALL, MACHINE, 5, 2, 4, 5, 7, least) == pytest.approx(1.0)
+    least = prefill + 2 * 7 * 1.312 + 7 * 0.656  # 20 rows, the last time 10
+    assert group_share(SMALL, MACHINE, 5, 2, 10, 5, 7, least) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("config", "head_dim"), [({}, 2), ({"head_dim": 3}, 3), ({"head_dim": None}, 2)])
@@ -134,6 +143,6 @@ def test_the_kv_of_a_token_is_its_keys_and_values_in_all_layers():
 
 def test_without_a_peak_only_the_read_bandwidth_is_known():
     machine = Machine(1000.0, None)
-    assert decode_share(SMALL, machine, 0.656) == pytest.approx(1.0)
-    assert prefill_share(SMALL, machine, 1, 5, 1.0) is group_share(SMALL, machine, 5, 2, 5, 7, 1.0) is None
+    assert decode_share(SMALL, machine, 20, 0.656) == pytest.approx(1.0)
+    assert prefill_share(SMALL, machine, 1, 5, 1.0) is group_share(SMALL, machine, 5, 2, 8, 5, 7, 1.0) is None
     assert middle([machine, Machine(500.0, None), Machine(500.0, None)]) == Machine(500.0, None)

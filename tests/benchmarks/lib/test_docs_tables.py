@@ -28,7 +28,7 @@ def test_a_row_has_every_engine_and_the_ratio_to_the_fastest_peer():
     first, *speeds, best, used = cells(table)
     assert first == "8 streams, 32 tokens in, 64 out"
     assert speeds == ["31.5 tok/s, 1312.0 ms", "15 tok/s, 1312.0 ms", "25 tok/s, 1312.0 ms"]
-    assert best == "1.30 (1.10 to 1.50)" and used == "50, 50, 50 % of read bandwidth"
+    assert best == "1.30 (1.10 to 1.50)" and used == "50, 50, 50 % of least time"
 
 
 def test_a_prefill_is_judged_by_its_first_token_too():
