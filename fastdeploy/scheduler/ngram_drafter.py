@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 
 from fastdeploy.core.request import Request
 from fastdeploy.scheduler.ngram_index import LENGTHS, SLOTS, NgramIndex, Text
+from fastdeploy.scheduler.step_cost import chunk_keys
 
 MOST = 8  # drafts of one request in one step
 MARGIN = 1.03  # drafts must make a step so many times faster, by tokens per second, as the cost is an estimate
@@ -29,7 +30,7 @@ Cost = Callable[[int, int, float], float]
 
 class NgramDrafter:
     """Implements ``Drafter``. cost(rows, sampled, keys): seconds of a step of ``rows`` tokens. ``sampled`` of them have
-    logits. keys: the tokens that each row attends to, summed over the rows.
+    logits. keys: see ``chunk_keys``.
 
     Requests share their texts if they have the same model and the same cache_salt. New weights of a model inherit its
     texts: they write nearly the same, and requests that go on have their own text there.
@@ -47,8 +48,8 @@ class NgramDrafter:
         n = len(requests)
         if not n:
             return {}
-        keys = sum([request.num_tokens for request in requests]) / n
-        alone_s = self._cost(n, n, n * keys)
+        known = sum([request.num_tokens for request in requests])
+        alone_s = self._cost(n, n, chunk_keys(known, 1))
         if alone_s * HOST_SHARE < HOST_S + HOST_S_PER_REQUEST * n:
             return {}
         self._follow(requests)
@@ -58,7 +59,7 @@ class NgramDrafter:
         if self._steps_without > PROBE_STEPS:
             chosen = _within(self._predicted(requests, 1, PROBED_CHANCE)[0], most)
         else:
-            chosen = self._that_pay(requests, self._seconds_by_drafts(alone_s, n, keys, other_rows, most), most)
+            chosen = self._that_pay(requests, self._seconds_by_drafts(alone_s, n, known, other_rows, most), most)
         if chosen:
             self._steps_without = 0
         return chosen
@@ -130,14 +131,13 @@ class NgramDrafter:
             found[request] = tokens[: sum(chance >= least for chance in chances)]
         return _within(found, most)
 
-    def _seconds_by_drafts(
-        self, alone_s: float, n: int, keys: float, other_rows: int, most: int
-    ) -> Mapping[int, float]:
+    def _seconds_by_drafts(self, alone_s: float, n: int, known: int, other_rows: int, most: int) -> Mapping[int, float]:
         """Return the seconds that the tokens of ``n`` requests take in this step, with so many drafts. What the step
-        computes for other requests takes its time in any case. alone_s: of a step of these requests alone. keys: of
-        each request."""
-        step_s = self._cost(n + other_rows, n, n * keys)
-        wider = {k: self._cost(n + other_rows + k, n + k, (n + k) * keys) for k in POINTS if k <= min(most, n * MOST)}
+        computes for other requests takes its time in any case. alone_s: of a step of these requests alone. known:
+        their tokens. A draft attends to as many as a request has, and reads none of them again."""
+        rows, keys, each = n + other_rows, chunk_keys(known, 1), known / n
+        step_s = self._cost(rows, n, keys)
+        wider = {k: self._cost(rows + k, n + k, keys + k * each) for k in POINTS if k <= min(most, n * MOST)}
         return {0: alone_s} | {k: alone_s + s - step_s for k, s in wider.items()}
 
 

@@ -15,6 +15,7 @@ from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler import ngram_drafter
 from fastdeploy.scheduler.ngram_drafter import INDEXED_PER_STEP, MOST, PIECE, PROBE_STEPS, NgramDrafter
 from fastdeploy.scheduler.ngram_index import LENGTHS, SLOTS, NgramIndex, Text
+from fastdeploy.scheduler.step_cost import chunk_keys
 from support.drafters import free, per_row
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
@@ -125,6 +126,19 @@ def test_a_wide_step_drafts_less_than_a_narrow_one():
         per_request.append(sum(map(len, found.values())) / n)
     assert per_request == sorted(per_request, reverse=True)
     assert per_request[0] > 1 and per_request[-1] == 0
+
+
+def test_a_draft_reads_no_keys_again_so_it_is_cheaper_than_a_step_of_its_own():
+    def cost(rows: int, sampled: int, keys: float) -> float:
+        seen.append((rows, keys))
+        return max(1.0, keys * 1e-3)
+
+    seen: list[tuple[int, float]] = []
+    drafter, one = drafter_that_read(request(TEXT), cost=cost), request(TEXT[:20])
+    seen.clear()
+    drafter.draft([one], 0, 2)
+    alone = chunk_keys(20, 1)
+    assert seen[0] == (1, alone) and (3, alone + 2 * 20) in seen
 
 
 def test_prompts_in_the_step_that_make_it_wide_leave_fewer_drafts():
