@@ -78,7 +78,9 @@ class InputGroups {
     char digits[2][kInt8Group];
     for (int i = 0; i < kInt8Group; ++i) digits[0][i] = static_cast<char>((q[i] + 128) >> 8);
     for (int i = 0; i < kInt8Group; ++i) digits[1][i] = static_cast<char>(q[i]);
-    for (int64_t i = 0; i < 2 * kQuads; ++i) std::memcpy(to + (i * width_ + lane) * 4, digits[0] + i * 4, 4);
+    const int64_t step = width_ * 4;  // `to` may alias width_
+    to += lane * 4;
+    for (int64_t i = 0; i < 2 * kQuads; ++i, to += step) std::memcpy(to, digits[0] + i * 4, 4);
   }
   void load(const char* from, int64_t lane, float scale, float* x) const {
     int8_t digits[2][kInt8Group];
@@ -112,17 +114,13 @@ static inline void add_products(__m512i& sums, __m512i weights, __m512i digits) 
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(digits));
 }
 
-// Multiplies 16 quads of a block of Rows rows with two column tiles. x: their digits. Prefetches as much as it reads,
-// at next0 and next1.
+// Multiplies 16 quads of a block of Rows rows with two column tiles. x: their digits. Prefetches as much as it reads of
+// one tile, at next.
 template <int Rows>
 static inline __attribute__((always_inline)) void add_digits(const char* x, const char* w0, const char* w1,
-                                                             const char* next0, const char* next1, __m512i (&a)[Rows],
-                                                             __m512i (&b)[Rows]) {
+                                                             const char* next, __m512i (&a)[Rows], __m512i (&b)[Rows]) {
   for (int64_t quad = 0; quad < kQuads; ++quad, x += Rows * 4) {
-    if (next0 != nullptr) {
-      _mm_prefetch(next0 + quad * 64, _MM_HINT_T0);
-      _mm_prefetch(next1 + quad * 64, _MM_HINT_T0);
-    }
+    _mm_prefetch(next + quad * 64, _MM_HINT_T0);
     const __m512i left = _mm512_load_si512(w0 + quad * 64), right = _mm512_load_si512(w1 + quad * 64);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
@@ -148,14 +146,14 @@ static inline void add_group(const InputGroups& input, int64_t block, int64_t gr
   __m512i a[Rows], b[Rows];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) a[r] = b[r] = _mm512_setzero_si512();
-  add_digits<Rows>(x, w0 + 64, w1 + 64, next0 + 64, next1 + 64, a, b);
+  add_digits<Rows>(x, w0 + 64, w1 + 64, next0 + 64, a, b);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
     const __m512i start = _mm512_set1_epi32(starts[r]);
     a[r] = _mm512_add_epi32(_mm512_slli_epi32(a[r], 8), start);
     b[r] = _mm512_add_epi32(_mm512_slli_epi32(b[r], 8), start);
   }
-  add_digits<Rows>(x + Rows * kInt8Group, w0 + 64, w1 + 64, nullptr, nullptr, a, b);
+  add_digits<Rows>(x + Rows * kInt8Group, w0 + 64, w1 + 64, next1 + 64, a, b);
   const Floats16 scale0 = load(reinterpret_cast<const float*>(w0)), scale1 = load(reinterpret_cast<const float*>(w1));
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r, sums += 32) {

@@ -17,8 +17,9 @@ namespace fd {
 namespace FD_ISA {
 namespace {
 
-// Groups of two column tiles (2 KiB) that are fetched ahead where memory is the bottleneck.
-constexpr int64_t kAhead = 2;
+// Groups of two column tiles (2 KiB) that are fetched ahead where memory is the bottleneck: the multiplications of more
+// rows keep the core from running ahead on its own.
+constexpr int64_t kAhead = 4, kAheadOfFewRows = 2, kFewRows = 4;
 // Bytes of the input rows of one pass over the weights, which share L2 with two pairs of column tiles.
 constexpr int64_t kPassBytes = int64_t{512} << 10;
 // Bytes of weights in one piece of work: enough to make the cost per piece small, few enough to share among threads.
@@ -32,8 +33,9 @@ struct PairWeights {
 // Where the groups that are prefetched begin, counted from the first group of a pair on; those of the next pair follow.
 // part: of `parts` passes over the pair, each for other rows. With one pass memory is the bottleneck: a fixed distance
 // ahead. Otherwise all passes together fetch the next pair.
+template <int Rows>
 int64_t ahead_of(int64_t group, int64_t groups, int64_t part, int64_t parts) {
-  if (parts == 1) return group + std::min(kAhead, groups);
+  if (parts == 1) return group + std::min(Rows <= kFewRows ? kAheadOfFewRows : kAhead, groups);
   return groups + (part * groups + group) / parts;
 }
 
@@ -44,7 +46,7 @@ void multiply_rows(const InputGroups& input, int64_t block, const PairWeights& p
   const int64_t groups = input.groups();
   std::memset(sums, 0, Rows * 32 * 4);
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t at = g * kInt8GroupBytes, ahead = ahead_of(g, groups, part, parts);
+    const int64_t at = g * kInt8GroupBytes, ahead = ahead_of<Rows>(g, groups, part, parts);
     const bool here = ahead < groups;
     const int64_t next = (here ? ahead : ahead - groups) * kInt8GroupBytes;
     fetch.go();
@@ -108,18 +110,23 @@ LinearInput make_int8_input(ScratchSlot slot, const float* x, const float* norm,
                             const Weight& w) {
   void* data = scratch(slot, InputGroups::bytes(m, w));
   const InputGroups input(data, m, w);
-  parallel_for(m, std::max<int64_t>(1, 16384 / w.k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* row = x + r * w.k;
-      const Floats16 factor = set1(norm == nullptr ? 1.0f : norm_factor(row, w.k, eps));
-      for (int64_t g = 0; g < input.groups(); ++g) {
+  // Rows of a block lie in the same cache lines. So one thread fills a group of a block.
+  const int64_t groups = input.groups(), width = input.width();
+  parallel_for(input.blocks() * groups, std::max<int64_t>(1, 16384 / (kInt8Group * width)), [&](int64_t begin,
+                                                                                              int64_t end) {
+    float factors[kRows];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t g = item % groups, first = item / groups * width, last = std::min(m, first + width);
+      if (norm != nullptr && (item == begin || g == 0))
+        for (int64_t r = first; r < last; ++r) factors[r - first] = norm_factor(x + r * w.k, w.k, eps);
+      const int64_t at = g * kInt8Group, count = std::min(kInt8Group, w.k - at);
+      for (int64_t r = first; r < last; ++r) {
         alignas(64) float values[kInt8Group] = {};
-        const int64_t at = g * kInt8Group, count = std::min(kInt8Group, w.k - at);
         for (int64_t i = 0; i < count; i += 16) {
           const int n = static_cast<int>(std::min<int64_t>(16, count - i));
-          Floats16 v = load_n(row + at + i, n);
-          if (norm != nullptr) v = mul(mul(v, factor), load_n(norm + at + i, n));
-          store_n(values + i, v, n);
+          Floats16 v = load_n(x + r * w.k + at + i, n);
+          if (norm != nullptr) v = mul(mul(v, set1(factors[r - first])), load_n(norm + at + i, n));
+          store(values + i, v);  // zeros behind the end; a load waits long for what a masked store wrote
         }
         input.put(r, g, values);
       }
