@@ -112,26 +112,26 @@ LinearInput make_int8_input(ScratchSlot slot, const float* x, const float* norm,
   const InputGroups input(data, m, w);
   // Rows of a block lie in the same cache lines. So one thread fills a group of a block.
   const int64_t groups = input.groups(), width = input.width();
-  parallel_for(input.blocks() * groups, std::max<int64_t>(1, 16384 / (kInt8Group * width)), [&](int64_t begin,
-                                                                                              int64_t end) {
-    float factors[kRows];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t g = item % groups, first = item / groups * width, last = std::min(m, first + width);
-      if (norm != nullptr && (item == begin || g == 0))
-        for (int64_t r = first; r < last; ++r) factors[r - first] = norm_factor(x + r * w.k, w.k, eps);
-      const int64_t at = g * kInt8Group, count = std::min(kInt8Group, w.k - at);
-      for (int64_t r = first; r < last; ++r) {
-        alignas(64) float values[kInt8Group] = {};
-        for (int64_t i = 0; i < count; i += 16) {
-          const int n = static_cast<int>(std::min<int64_t>(16, count - i));
-          Floats16 v = load_n(x + r * w.k + at + i, n);
-          if (norm != nullptr) v = mul(mul(v, set1(factors[r - first])), load_n(norm + at + i, n));
-          store(values + i, v);  // zeros behind the end; a load waits long for what a masked store wrote
-        }
-        input.put(r, g, values);
-      }
-    }
-  });
+  parallel_for(input.blocks() * groups, std::max<int64_t>(1, 16384 / (kInt8Group * width)),
+               [&](int64_t begin, int64_t end) {
+                 float factors[kRows];
+                 for (int64_t item = begin; item < end; ++item) {
+                   const int64_t g = item % groups, first = item / groups * width, last = std::min(m, first + width);
+                   if (norm != nullptr && (item == begin || g == 0))
+                     for (int64_t r = first; r < last; ++r) factors[r - first] = norm_factor(x + r * w.k, w.k, eps);
+                   const int64_t at = g * kInt8Group, count = std::min(kInt8Group, w.k - at);
+                   for (int64_t r = first; r < last; ++r) {
+                     alignas(64) float values[kInt8Group] = {};
+                     for (int64_t i = 0; i < count; i += 16) {
+                       const int n = static_cast<int>(std::min<int64_t>(16, count - i));
+                       Floats16 v = load_n(x + r * w.k + at + i, n);
+                       if (norm != nullptr) v = mul(mul(v, set1(factors[r - first])), load_n(norm + at + i, n));
+                       store(values + i, v);  // zeros behind the end; a load waits long for what a masked store wrote
+                     }
+                     input.put(r, g, values);
+                   }
+                 }
+               });
   return {data, m};
 }
 
