@@ -54,6 +54,7 @@ RUNTIME = [
     "fastapi>=0.115",
     "httptools>=0.6",
     "httpx>=0.27",
+    "llguidance>=1.9,<2",
     "msgspec>=0.19",
     "numpy>=1.26",
     "prometheus-client>=0.21",

@@ -21,7 +21,7 @@ from fastdeploy.http.calls import read_lenient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.guards.route_access import RouteAccess
-from fastdeploy.http.openai.chat import prepare as prepare_chat
+from fastdeploy.http.openai.chat_prompt import prepare as prepare_chat
 from fastdeploy.http.openai.completion import prepare
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
