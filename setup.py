@@ -76,6 +76,7 @@ PLOTS = ["matplotlib>=3.9,<4"]
 TEST = [
     *PLOTS,
     "hypothesis==6.170.15",  # another version draws other examples
+    "anthropic>=0.60",
     "openai>=1.60",
     "peft==0.21.2",
     "pytest>=8",
