@@ -106,9 +106,9 @@ class PauseStatusArgs(Args, frozen=True):
 
 class AbortArgs(Args, frozen=True):
     """The call that ends requests, with reason "abort" and the tokens that they have. One of the four fields must be
-    given. session: all requests of this session. lora_name: all requests of this adapter. A name that nobody knows has none, and is reported like an unknown
-    id: a trainer may abort before it loads the name for the first time. While a gateway leads, another connection ends
-    only its own requests, by their ids; those of others count as not found.
+    given. session: all requests of this session. lora_name: all requests of this adapter. A name that nobody knows has
+    none, and is reported like an unknown id: a trainer may abort before it loads the name for the first time. While a
+    gateway leads, another connection ends only its own requests, by their ids; those of others count as not found.
 
     Reply: {"aborted": [{"request_id", "output_token_count"}], "not_found": [ids, or the name of the adapter]}."""
 
