@@ -89,7 +89,7 @@ def create_app(
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
-        origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
+        origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
