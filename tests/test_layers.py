@@ -60,6 +60,7 @@ INSIDE = (
     "benchmarks.quantization",
     "benchmarks.speculation",  # the index of drafts, without a server
     "benchmarks.step",
+    "benchmarks.turns",  # the tokenizer, without a server
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
