@@ -59,6 +59,13 @@ class LastingGeneration(Generation):
         self._vain_losses = 0
         self._tokens_at_loss = -1
 
+    async def __aenter__(self) -> LastingGeneration:
+        try:
+            await super().__aenter__()
+        except LOST as error:
+            self._note_loss(error)
+        return self
+
     async def step(self) -> list[tuple[int, ChoiceDelta]]:
         """See Generation.step. Empty also after the death of an engine, and while there is none."""
         try:

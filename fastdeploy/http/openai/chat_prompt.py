@@ -8,6 +8,7 @@ from typing import Any
 
 from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
@@ -21,8 +22,9 @@ from fastdeploy.http.openai.protocol import (
 )
 
 
-async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
-    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
+async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | None = None) -> GenerationRequest:
+    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound. known: a turn that the messages begin
+    with. Its ids begin the prompt, unless the chat template does not allow it."""
     arrived = time.time()
     adapter = context.adapter(body.model)
     await context.client.require_engine()
@@ -33,7 +35,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
     else:
-        ids = await _rendered(context, tokenizer, body, messages)
+        ids = await _rendered(context, tokenizer, body, messages, known)
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
@@ -43,19 +45,29 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 
 
 async def _rendered(
-    context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
+    context: ServingContext,
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    messages: list[dict[str, Any]],
+    known: KnownTurn | None,
 ) -> list[int]:
     """Apply the chat template and tokenise."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
-    text = await tokenizer.chat_text(
-        messages,
-        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continue_final,
-        variables=body.chat_template_kwargs or {},
-        tools=body.tools or None,
-        template=body.chat_template,
-    )
+    template: dict[str, Any] = {
+        "add_generation_prompt": not continue_final
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        "continue_final_message": continue_final,
+        "variables": body.chat_template_kwargs or {},
+        "tools": body.tools or None,
+        "template": body.chat_template,
+    }
+    if known is not None:
+        ids = await extend(tokenizer, messages, known, context.client.model_info.get("eos_token_ids", ()), **template)
+        if ids is not None:
+            return context.check_prompt(ids, "messages")
+    text = await tokenizer.chat_text(messages, **template)
     return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
 
 
