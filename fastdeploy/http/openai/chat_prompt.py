@@ -11,6 +11,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.known_turns import TURN_FIELDS, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -24,7 +25,7 @@ from fastdeploy.http.openai.protocol import (
 async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
     arrived = time.time()
-    adapter = context.adapter(body.model)
+    adapter = context.adapter(body.model) or context.adapter(body.lora_path)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields.n)
@@ -32,6 +33,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
+    elif body.input_ids is not None:
+        ids = context.check_prompt(body.input_ids, "input_ids", "a list of token ids")
     else:
         ids = await _rendered(context, tokenizer, body, messages)
     limit = ("max_completion_tokens", body.max_completion_tokens)
@@ -45,18 +48,24 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 async def _rendered(
     context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
 ) -> list[int]:
-    """Apply the chat template and tokenise."""
+    """Apply the chat template and tokenise: only the text after the last turn whose token ids are given."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
-    text = await tokenizer.chat_text(
-        messages,
-        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continue_final,
-        variables=body.chat_template_kwargs or {},
-        tools=body.tools or None,
-        template=body.chat_template,
-    )
-    return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
+    template: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt
+        if body.add_generation_prompt is not None
+        else not continue_final,
+        "continue_final_message": continue_final,
+        "variables": body.chat_template_kwargs or {},
+        "tools": body.tools or None,
+        "template": body.chat_template,
+    }
+    if given := given_turn(context, body):
+        ids = await extended(context, tokenizer, body, messages, given, template)
+    else:
+        text = await tokenizer.chat_text(messages, **template)
+        ids = await context.encode(text, "messages", bool(body.add_special_tokens))
+    return context.check_prompt(ids, "messages")
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:
@@ -87,7 +96,7 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
-    fields = {**message.model_dump(exclude_none=True), "content": content or ""}
+    fields = {**message.model_dump(exclude_none=True, exclude={*TURN_FIELDS}), "content": content or ""}
     if "tool_calls" in fields:
         fields["tool_calls"] = _with_objects(fields["tool_calls"])
     return fields

@@ -25,9 +25,8 @@ EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
-        "enable_response_messages", "no_stop_trim", "return_hidden_states", "return_indexer_topk",
-        "return_sampling_mask", "return_cached_tokens_details", "return_prompt_token_ids",
-        "return_meta_info",
+        "enable_response_messages", "return_hidden_states", "return_indexer_topk",
+        "return_sampling_mask", "return_cached_tokens_details", "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
         "allowed_token_ids", "audio", "audio_data", "bad_words", "bootstrap_host", "bootstrap_port", "bootstrap_room",
@@ -92,9 +91,11 @@ class GenerationBody(CoreFieldsBody):
     stop: str | list[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     def prompt_logprobs_wanted(self) -> int | None:
@@ -132,11 +133,15 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a chat. ``content`` is text, or a list of text parts. Further fields go to the template."""
+    """A message of a chat. ``content`` is text, or a list of text parts. The token ids are those of an assistant's turn:
+    the next prompt begins with them. Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
     content: Annotated[Any, described(str | list[TextPart] | None)] = None
+    prompt_token_ids: Annotated[Any, described(list[int])] = None
+    generation_token_ids: Annotated[Any, described(list[int])] = None
+    generation_log_probs: Annotated[Any, described(list[float])] = None
 
 
 class ChatBody(GenerationBody):
@@ -154,6 +159,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    input_ids: Annotated[Any, described(list[int])] = None
+    required_prefix_token_ids: Annotated[Any, described(list[int])] = None
+    lora_path: str | None = None
+    return_meta_info: bool | None = None
 
 
 class ChatTokensBody(ChatBody):
@@ -189,7 +198,7 @@ def text_options(context: ServingContext, body: GenerationBody, prompt_only: boo
         raise InvalidField("stop", "expected no stop strings with detokenize false: they are looked for in the text")
     return TextOptions(
         stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
         prompt_only=prompt_only,
