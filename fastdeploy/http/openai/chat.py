@@ -14,6 +14,8 @@ from fastdeploy.http.body import parse_body, read_generation
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.chat_prompt import prepare
+from fastdeploy.http.openai.known_turns import turn_fields
+from fastdeploy.http.openai.meta_info import meta_info
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatTokensBody
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
@@ -56,16 +58,27 @@ class ChatView(OpenAIReply):
             body["prompt_token_ids"] = self._prompt(0)
         return body
 
+    async def choices(self) -> list[dict[str, Any]]:
+        """Add what NeMo-RL reads of a message, with log probabilities and names of tokens; and SGLang's meta_info."""
+        choices, body = await super().choices(), self._body
+        for i, choice in enumerate(choices):
+            if body.logprobs and body.return_tokens_as_token_ids:
+                choice["message"] |= await turn_fields(self.generation, i)
+            if body.return_meta_info:
+                choice["meta_info"] = await meta_info(self.generation, i, bool(body.logprobs))
+        return choices
+
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text}
         return {"index": index, "message": message, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
     async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        shown = {"content": delta.text}
-        if index not in self._seen:
+        shown, first = {"content": delta.text}, index not in self._seen
+        if first:
             shown = {"role": "assistant", "content": delta.text}
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        return [await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+        event = await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})
+        return [event | {"prompt_token_ids": self._prompt(0)} if first and self._body.return_token_ids else event]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """Return OpenAI's list with one entry per token."""

@@ -30,6 +30,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields.n)
     _check_template(context, body)
+    if body.return_meta_info and body.stream:
+        raise InvalidField("return_meta_info", "expected false with stream")
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
@@ -51,10 +53,9 @@ async def _rendered(
     """Apply the chat template and tokenise: only the text after the last turn whose token ids are given."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
+    opens_turn = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
     template: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt
-        if body.add_generation_prompt is not None
-        else not continue_final,
+        "add_generation_prompt": opens_turn,
         "continue_final_message": continue_final,
         "variables": body.chat_template_kwargs or {},
         "tools": body.tools or None,

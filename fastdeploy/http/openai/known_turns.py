@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fastdeploy.client.generation import Generation
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
@@ -45,6 +46,16 @@ def _message_ids(context: ServingContext, body: ChatBody, i: int) -> list[int]:
             raise InvalidField(f"messages.{i}.{name}", f"expected a list of token ids, with {' and '.join(parts)}")
     ids = body.messages[i].prompt_token_ids + body.messages[i].generation_token_ids
     return context.check_prompt(ids, f"messages.{i}.prompt_token_ids", "a list of token ids")
+
+
+async def turn_fields(generation: Generation, index: int) -> dict[str, Any]:
+    """Return the fields of a reply's message that a client sends back with the next turn, as NeMo-RL names them."""
+    choice = generation.choices[index]
+    return {
+        "prompt_token_ids": generation.prompts[index // generation.n],
+        "generation_token_ids": choice.token_ids,
+        "generation_log_probs": await generation.pace.array(entry.logprob for entry in choice.logprobs),
+    }
 
 
 async def extended(

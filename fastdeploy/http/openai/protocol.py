@@ -32,8 +32,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "allowed_token_ids", "audio", "audio_data", "bad_words", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
         "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_regex",
-        "guided_whitespace_pattern", "image_data", "input_embeds", "input_ids", "json_schema", "kv_transfer_params",
-        "logit_bias", "logits_processors", "logprob_token_ids", "lora_id", "lora_name", "lora_path",
+        "guided_whitespace_pattern", "image_data", "input_embeds", "json_schema", "kv_transfer_params",
+        "logit_bias", "logits_processors", "logprob_token_ids", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "reasoning_effort", "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
         "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
@@ -42,6 +42,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "web_search_options"), (None,)),  # {} asks for any JSON, and for a search
     "best_of": (None, 1),
     "chat_template": (None,),
+    "input_ids": (None,),
+    "lora_path": (None, ""),
     "tools": (None, []),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
@@ -133,8 +135,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a chat. ``content`` is text, or a list of text parts. The token ids are those of an assistant's turn:
-    the next prompt begins with them. Further fields go to the template."""
+    """A message of a chat. ``content`` is text, or a list of text parts. The token ids are those of an assistant's
+    turn: the next prompt begins with them. Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
