@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastdeploy.client.chat_format import call_syntax
 from fastdeploy.client.chat_format.call_syntax import Call, Tools
-from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS
+from fastdeploy.core.config import AUTO, NO_PARSER
 
 
 class ReasoningFormat(NamedTuple):
@@ -26,9 +26,8 @@ class ToolCallFormat(NamedTuple):
     """How tool calls are written. opens, closes: markers around one call. closes "" = the end of the answer.
 
     read: makes calls of the text between the markers, or raises BrokenCall. bare: a call may also begin with "{" at the
-    beginning of the answer, without a marker. dropped: markers around all calls. openai_messages: the chat template
-    wants the calls of earlier turns as OpenAI's API has them, with arguments as JSON text and a null content; other
-    templates want objects and text.
+    beginning of the answer, without a marker. dropped: markers around all calls. text_arguments: the chat template
+    wants the arguments of earlier calls as JSON text; other templates want objects.
     """
 
     opens: str
@@ -36,7 +35,7 @@ class ToolCallFormat(NamedTuple):
     read: Callable[[str, Tools], list[Call]]
     bare: bool = False
     dropped: tuple[str, ...] = ()
-    openai_messages: bool = False
+    text_arguments: bool = False
 
 
 class ChatFormat(NamedTuple):
@@ -48,8 +47,8 @@ class ChatFormat(NamedTuple):
     @property
     def markers(self) -> tuple[str, ...]:
         """All texts that have a meaning of their own."""
-        of_reasoning = () if self.reasoning is None else (*self.reasoning[:2], *self.reasoning.dropped)
-        calls = self.tool_calls
+        reasoning, calls = self
+        of_reasoning = () if reasoning is None else (reasoning.opens, reasoning.closes, *reasoning.dropped)
         of_calls = () if calls is None else (calls.opens, calls.closes, *calls.dropped, *call_syntax.INNER_MARKERS)
         return tuple(filter(None, (*of_reasoning, *of_calls)))
 
@@ -61,7 +60,7 @@ DEEPSEEK = ToolCallFormat(
     "<｜tool▁call▁end｜>",
     call_syntax.deepseek_call,
     dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    openai_messages=True,
+    text_arguments=True,
 )
 REASONING: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": THINK,
@@ -111,7 +110,3 @@ def choose(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> Chat
     if reasoning == AUTO:
         reasoning = reasoning_parser(template)
     return ChatFormat(REASONING.get(reasoning), TOOL_CALLS.get(tool_calls))
-
-
-assert {AUTO, NO_PARSER, *REASONING} == set(REASONING_PARSERS)
-assert {AUTO, NO_PARSER, *TOOL_CALLS} == set(TOOL_CALL_PARSERS)

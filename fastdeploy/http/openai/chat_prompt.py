@@ -49,7 +49,7 @@ async def _rendered(
 ) -> list[int]:
     """Apply the chat template and tokenise."""
     continue_final = bool(body.continue_final_message)
-    context.check_length(sum(len(message["content"] or "") for message in messages), "messages")
+    context.check_length(sum(len(message["content"]) for message in messages), "messages")
     text = await tokenizer.chat_text(
         messages,
         add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,

@@ -106,12 +106,12 @@ def template_calls(context: ServingContext, message: dict[str, Any]) -> dict[str
     if not isinstance(calls, list):
         return message
     form = context.chat_format.tool_calls
-    as_text = form is not None and form.openai_messages
+    as_text = form is not None and form.text_arguments
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
             function["arguments"] = _arguments(function.get("arguments"), as_text)
-    return message | {"content": message["content"] or None} if as_text and calls else message
+    return message
 
 
 def _arguments(given: Any, as_text: bool) -> Any:

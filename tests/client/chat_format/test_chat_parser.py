@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastdeploy.client.chat_format.formats import REASONING, TOOL_CALLS, ChatFormat, choose
 from fastdeploy.client.chat_format.parser import ChatParser, MessageDelta
+from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS
 from support.search import examples
 
 TOOLS = {
@@ -220,3 +221,8 @@ def test_the_chat_template_tells_the_format_and_a_flag_wins(name):
     assert choose(SIGNS[name]) == ChatFormat(None, TOOL_CALLS[name])
     assert choose("", name, "qwen3") == ChatFormat(REASONING["qwen3"], TOOL_CALLS[name])
     assert choose(SIGNS[name] + "</think>", "none", "none") == choose("{{ messages }}") == ChatFormat()
+
+
+def test_the_flags_have_the_names_of_all_formats():
+    assert {AUTO, NO_PARSER, *REASONING} == set(REASONING_PARSERS)
+    assert {AUTO, NO_PARSER, *TOOL_CALLS} == set(TOOL_CALL_PARSERS)

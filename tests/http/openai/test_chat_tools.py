@@ -165,12 +165,12 @@ def test_messages_of_earlier_turns_and_reasoning_effort_reach_the_template(serve
     assert tokenizer.decode(ids) == "highx[r]{'a': 1}"
 
 
-def test_templates_of_deepseek_get_calls_as_openai_writes_them(make_stack, tokenizer):
+def test_templates_of_deepseek_get_arguments_as_text(make_stack, tokenizer):
     stack = make_stack(tool_call_parser="deepseek_v3", trust_request_chat_template=True)
     calls = [{"function": {"name": "add", "arguments": a}} for a in ('{"a":  1}', {"a": 1}, None)]
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}], "chat_template": TEMPLATE}
     ids = stack.post("/v1/chat/completions/render", **body).json()["token_ids"]
-    assert tokenizer.decode(ids) == 'None[]{"a":  1}{"a":1}{}'
+    assert tokenizer.decode(ids) == '[]{"a":  1}{"a":1}{}'
 
 
 REFUSED = [
