@@ -8,6 +8,8 @@ from fastdeploy.client.generation import Generation
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.http.body import given_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import ChatBody
 
@@ -68,7 +70,7 @@ async def extended(
 ) -> list[int]:
     """Return the prompt that begins with the ids of ``given``. template: see fastdeploy.client.turns.extend. Raises
     InvalidField if the template writes no text that they could be followed by."""
-    ends = {*context.end_ids, *(body.stop_token_ids or ())}
+    ends = {*context.end_ids, *given_fields(body, SamplingParams).get("stop_token_ids", ())}
     ids = await extend(tokenizer, messages, given.turn, ends, **template)
     if ids is None:
         why = "the chat template writes this turn in another way when messages follow it, so no text follows these ids"

@@ -15,7 +15,7 @@ BEFORE_PREFILL = "Abort before prefill"
 async def meta_info(generation: Generation, index: int, with_logprobs: bool) -> dict[str, Any]:
     """Return the meta_info of a whole choice. The triples of output_token_logprobs are [logprob, token id, null]."""
     choice, prompt = generation.choices[index], index // generation.n
-    meta = {
+    meta: dict[str, Any] = {
         "id": generation.request_id,
         "finish_reason": finish_reason(choice),
         "prompt_tokens": len(generation.prompts[prompt]),
