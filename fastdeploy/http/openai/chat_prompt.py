@@ -69,9 +69,12 @@ async def _rendered(
         "tools": body.tools or None,
         "template": body.chat_template,
     }
+    ids = None
     if given := given_turn(context, body):
         ids = await extended(context, tokenizer, body, messages, given, template)
-    elif known is None or (ids := await extend(tokenizer, messages, known, end_ids(context, body), **template)) is None:
+    elif known is not None:
+        ids = await extend(tokenizer, messages, known, end_ids(context, body), **template)
+    if ids is None:
         text = await tokenizer.chat_text(messages, **template)
         ids = await context.encode(text, "messages", bool(body.add_special_tokens))
     return context.check_prompt(ids, "messages")
