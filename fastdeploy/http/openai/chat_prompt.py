@@ -10,6 +10,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.chat_tools import answer_format, template_calls, template_variables
+from fastdeploy.http.openai.known_turns import TURN_FIELDS, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -23,16 +24,20 @@ from fastdeploy.http.openai.protocol import (
 async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
     arrived = time.time()
-    adapter = context.adapter(body.model)
+    adapter = context.adapter(body.model) or context.adapter(body.lora_path)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields.n)
     if body.chat_template is not None and not context.config.trust_request_chat_template:
         raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
+    if body.return_meta_info and body.stream:
+        raise InvalidField("return_meta_info", "expected false with stream")
     answer = answer_format(context, body)
     messages = [_message(context, i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
+    elif body.input_ids is not None:
+        ids = context.check_prompt(body.input_ids, "input_ids", "a list of token ids")
     else:
         ids = await _rendered(context, tokenizer, body, messages)
     limit = ("max_completion_tokens", body.max_completion_tokens)
@@ -47,18 +52,23 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 async def _rendered(
     context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
 ) -> list[int]:
-    """Apply the chat template and tokenise."""
+    """Apply the chat template and tokenise: only the text after the last turn whose token ids are given."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
-    text = await tokenizer.chat_text(
-        messages,
-        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continue_final,
-        variables=template_variables(body),
-        tools=body.tools or None,
-        template=body.chat_template,
-    )
-    return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
+    opens_turn = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    template: dict[str, Any] = {
+        "add_generation_prompt": opens_turn,
+        "continue_final_message": continue_final,
+        "variables": template_variables(body),
+        "tools": body.tools or None,
+        "template": body.chat_template,
+    }
+    if given := given_turn(context, body):
+        ids = await extended(context, tokenizer, body, messages, given, template)
+    else:
+        text = await tokenizer.chat_text(messages, **template)
+        ids = await context.encode(text, "messages", bool(body.add_special_tokens))
+    return context.check_prompt(ids, "messages")
 
 
 def _logprobs_asked(body: ChatBody) -> int | None:
@@ -79,4 +89,5 @@ def _message(context: ServingContext, i: int, message: ChatMessage) -> dict[str,
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
-    return template_calls(context, {**message.model_dump(exclude_none=True), "content": content or ""})
+    fields = message.model_dump(exclude_none=True, exclude={*TURN_FIELDS})
+    return template_calls(context, {**fields, "content": content or ""})
