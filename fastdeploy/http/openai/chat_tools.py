@@ -18,6 +18,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import ChatBody
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
+DEVELOPER = "developer"
 NO_TOOLS: Tools = {}
 
 
@@ -108,10 +109,13 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def template_calls(context: ServingContext, message: dict[str, Any]) -> dict[str, Any]:
+def template_message(context: ServingContext, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as the chat template expects it. Clients send the arguments of tool calls as OpenAI does, as
-    JSON in a string; most templates expect objects. Values of other forms stay unchanged. vLLM's name of
-    reasoning_content is "reasoning"."""
+    JSON in a string; most templates expect objects. Values of other forms stay unchanged. OpenAI's role developer is
+    system in most templates, which leave out roles that they do not know. vLLM's name of reasoning_content is
+    "reasoning"."""
+    if message["role"] == DEVELOPER and DEVELOPER not in context.require_tokenizer("messages").template:
+        message["role"] = "system"
     if isinstance(message.get("reasoning"), str):
         message.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
