@@ -10,7 +10,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.chat_tools import answer_format, template_calls, template_variables
+from fastdeploy.http.openai.chat_tools import answer_format, template_message, template_variables
 from fastdeploy.http.openai.known_turns import TURN_FIELDS, end_ids, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
@@ -99,4 +99,4 @@ def _message(context: ServingContext, i: int, message: ChatMessage) -> dict[str,
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
     fields = message.model_dump(exclude_none=True, exclude={*TURN_FIELDS})
-    return template_calls(context, {**fields, "content": content or ""})
+    return template_message(context, {**fields, "content": content or ""})
