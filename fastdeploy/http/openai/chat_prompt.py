@@ -7,10 +7,11 @@ from typing import Any
 
 from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.chat_tools import answer_format, template_message, template_variables
-from fastdeploy.http.openai.known_turns import TURN_FIELDS, extended, given_turn
+from fastdeploy.http.openai.known_turns import TURN_FIELDS, end_ids, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -21,8 +22,9 @@ from fastdeploy.http.openai.protocol import (
 )
 
 
-async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
-    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
+async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | None = None) -> GenerationRequest:
+    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound. known: a turn that the messages begin
+    with. Its ids begin the prompt, unless the chat template does not allow it."""
     arrived = time.time()
     adapter = context.adapter(body.model) or context.adapter(body.lora_path)
     await context.client.require_engine()
@@ -39,7 +41,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     elif body.input_ids is not None:
         ids = context.check_prompt(body.input_ids, "input_ids", "a list of token ids")
     else:
-        ids = await _rendered(context, tokenizer, body, messages)
+        ids = await _rendered(context, tokenizer, body, messages, known)
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
@@ -50,9 +52,13 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 
 
 async def _rendered(
-    context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
+    context: ServingContext,
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    messages: list[dict[str, Any]],
+    known: KnownTurn | None,
 ) -> list[int]:
-    """Apply the chat template and tokenise: only the text after the last turn whose token ids are given."""
+    """Apply the chat template and tokenise: only the text after the last turn whose token ids are given or known."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
     opens_turn = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
@@ -63,9 +69,12 @@ async def _rendered(
         "tools": body.tools or None,
         "template": body.chat_template,
     }
+    ids = None
     if given := given_turn(context, body):
         ids = await extended(context, tokenizer, body, messages, given, template)
-    else:
+    elif known is not None:
+        ids = await extend(tokenizer, messages, known, end_ids(context, body), **template)
+    if ids is None:
         text = await tokenizer.chat_text(messages, **template)
         ids = await context.encode(text, "messages", bool(body.add_special_tokens))
     return context.check_prompt(ids, "messages")

@@ -70,9 +70,13 @@ async def extended(
 ) -> list[int]:
     """Return the prompt that begins with the ids of ``given``. template: see fastdeploy.client.turns.extend. Raises
     InvalidField if the template writes no text that they could be followed by."""
-    ends = {*context.end_ids, *given_fields(body, SamplingParams).get("stop_token_ids", ())}
-    ids = await extend(tokenizer, messages, given.turn, ends, **template)
+    ids = await extend(tokenizer, messages, given.turn, end_ids(context, body), **template)
     if ids is None:
         why = "the chat template writes this turn in another way when messages follow it, so no text follows these ids"
         raise InvalidField(given.field, why)
     return ids
+
+
+def end_ids(context: ServingContext, body: ChatBody) -> set[int]:
+    """Return the tokens that may have ended a turn."""
+    return {*context.end_ids, *given_fields(body, SamplingParams).get("stop_token_ids", ())}
