@@ -162,7 +162,11 @@ class ChatBody(GenerationBody):
     """The body of a chat. tools: the chat template renders them into the prompt. tool_choice: none = calls stay text.
     parallel_tool_calls: false = the answer ends behind its first call. reasoning_effort: a variable of the chat
     template; "none" turns thinking off. include_reasoning: false = leave it out. separate_reasoning: false = it is
-    content. chat_template: used instead of the model's template; needs --trust-request-chat-template."""
+    content. chat_template: used instead of the model's template; needs --trust-request-chat-template.
+
+    input_ids: the prompt; the messages are checked, and not rendered. required_prefix_token_ids: the prompt begins with
+    them, and they end with the last turn of the assistant. lora_path: the name of an adapter. return_meta_info: choices
+    have SGLang's meta_info; not for streams."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, described(Literal["none", "auto", "required"] | NamedToolChoice)] = None
