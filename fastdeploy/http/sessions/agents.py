@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from typing import Any
 
@@ -27,6 +28,7 @@ from fastdeploy.http.sessions.recording import RecordedGeneration
 from fastdeploy.http.sessions.store import SessionStore, owner_of
 
 NAME = re.compile(r"[A-Za-z0-9._:@~=+-]+")
+ENGINE_S = 60.0  # for which a request waits for an engine
 # Why a turn begins with no ids of an earlier turn.
 FIRST, UNKNOWN, REWRITTEN = "first turn", "its messages continue no earlier turn", "the chat template rewrites turns"
 
@@ -60,6 +62,7 @@ class Agents:
         body = parse_body(data, ChatBody, UNSUPPORTED)
         chain = await asyncio.to_thread(chain_of, data, data["messages"])
         session, found = await self.store.begin(self.owner(request), session_name(request), chain[:-1])
+        await self._engine()
         known = None if found is None else KnownTurn(found.num_messages, found.ids)
         checked = await chat_prompt.prepare(self.context, body, known)
         about = _beginning(found, checked.requests[0].prompt_token_ids, session.num_turns)
@@ -87,6 +90,7 @@ class Agents:
         """Answer a completion. Its turn continues the turn whose ids begin its prompt."""
         body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
         session, _ = await self.store.begin(self.owner(request), session_name(request))
+        await self._engine()
         checked = await completion.prepare(self.context, body, completion.DEFAULT_MAX_TOKENS)
 
         async def show(index: int, choice: Choice) -> tuple[dict[str, Any], bytes | None]:
@@ -94,6 +98,13 @@ class Agents:
 
         generation = RecordedGeneration(self.context, self.store, checked, session.uid, show, {})
         return completion.CompletionView(self.context, generation, body).response()
+
+    async def _engine(self) -> None:
+        """Wait for the engine, which may be replaced at this moment. Raises EngineDead if it does not come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENGINE_S):
+                await self.context.client.connected.wait()
+        await self.context.client.require_engine()
 
 
 def _beginning(found: turns_table.KnownTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:

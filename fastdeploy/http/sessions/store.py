@@ -33,6 +33,7 @@ BUSY_S = 30.0  # for which one process waits for another one that writes
 MAX_TURNS = 10_000
 MAX_TOKENS = 8 << 20
 MAX_LISTED = 1000
+SHOWN_CHARS = 128  # of a name, at the beginning of the uid, for those who look at the engine
 T = TypeVar("T")
 
 
@@ -137,7 +138,7 @@ class SessionStore:
         now = time.time()
         db.execute("DELETE FROM session WHERE used < ?", (now - self._ttl_s,))
         row = db.execute(f"SELECT {FIELDS} FROM session WHERE owner = ? AND name = ?", (owner, name)).fetchone()
-        session = Session(*row) if row else Session(uuid.uuid4().hex, name, now, now, 0, 0)
+        session = Session(*row) if row else Session(f"{name[:SHOWN_CHARS]}#{uuid.uuid4().hex}", name, now, now, 0, 0)
         if session.num_turns >= MAX_TURNS or session.num_tokens >= MAX_TOKENS:
             limits = f"at most {MAX_TURNS} turns and {MAX_TOKENS} tokens in a session"
             raise InvalidField("session", f"expected {limits}; this one is full: begin another one")
