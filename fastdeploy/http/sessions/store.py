@@ -115,7 +115,7 @@ class SessionStore:
         try:
             with self._transaction(lock) as db:
                 return call(db, *args)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             logger.error("the sessions in %s cannot be used: %s", self._path, error)
             raise SessionStoreFailed(f"the sessions cannot be read or written: {error}") from error
 
@@ -185,6 +185,10 @@ class SessionStore:
 
 def _open(path: str) -> sqlite3.Connection:
     """Open the file, and make its tables. Used by one thread only."""
+    if path != ":memory:":
+        os.close(
+            os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        )  # conversations are nobody else's business
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     # WAL: readers and a writer do not wait for each other. NORMAL: what was written outlives each of our processes.
     db.execute("PRAGMA journal_mode=WAL")
