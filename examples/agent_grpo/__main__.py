@@ -15,7 +15,7 @@ DEFAULTS = {"out": "runs/agent_grpo", "model": str(START_POLICY), "groups": 16, 
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv, "python -m examples.agent_grpo", "Train an agent by asynchronous GRPO.", DEFAULTS)
-    logging.getLogger("openai").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # openai's: otherwise each request is a line
     return run(settings, AgentTask(settings.seed))
 
 

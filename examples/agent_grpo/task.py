@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from examples.async_grpo.config import Settings
 from examples.async_grpo.samples import Sample, Span
 from examples.async_grpo.task import AnswersFailed
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.sessions import SessionRow
 
 HELDOUT_SEED = 0
 
@@ -37,7 +39,7 @@ class AgentTask:
         self, client: RolloutClient, settings: Settings, problem: Problem, seed: int
     ) -> tuple[Sequence[Sample], Sequence[float]]:
         """Let the agent solve a problem ``settings.group`` times. Raises AnswersFailed."""
-        runs = [self._converse(client, problem, 1.0, seed + i) for i in range(settings.group)]
+        runs = [self._converse(client, problem, seed + i) for i in range(settings.group)]
         found = await asyncio.gather(*runs, return_exceptions=True)
         done = [run for run in found if not isinstance(run, BaseException)]
         samples = [sample for conversation, _ in done for sample in conversation]
@@ -47,13 +49,11 @@ class AgentTask:
             raise AnswersFailed(str(failures[0]), samples) from failures[0]
         return samples, [reward for conversation, reward in done for _ in conversation]
 
-    async def _converse(
-        self, client: RolloutClient, problem: Problem, temperature: float, seed: int
-    ) -> tuple[list[Sample], float]:
+    async def _converse(self, client: RolloutClient, problem: Problem, seed: int) -> tuple[list[Sample], float]:
         """Return the samples of one conversation, and 1.0 if it ends with the right answer, else 0.0."""
         async with client.session() as session:
             agent = self._openai.with_options(base_url=session.openai_url)
-            answer = await solve(agent, problem.question, temperature=temperature, seed=seed)
+            answer = await solve(agent, problem.question, temperature=1.0, seed=seed)
             rows = await session.rows()
         return [sample_of(row) for row in rows], float(problem.is_solved_by(answer))
 
@@ -61,11 +61,12 @@ class AgentTask:
         """Do nothing: all problems are drawn alike."""
 
     async def evaluate(self, client: RolloutClient, count: int) -> tuple[int, int]:
-        """Let the agent solve ``count`` held-out problems, with greedy sampling. Returns the number of right answers,
-        and the number of sampled tokens."""
+        """Let the agent solve ``count`` held-out problems, sampled as in training. Returns the number of right
+        answers, and the number of sampled tokens."""
         rng = random.Random(HELDOUT_SEED)
         problems = [draw(rng, "heldout") for _ in range(count)]
-        found = await asyncio.gather(*(self._converse(client, problem, 0.0, 0) for problem in problems))
+        runs = [self._converse(client, problem, seed) for seed, problem in enumerate(problems)]
+        found = await asyncio.gather(*runs)
         tokens = sum(len(sample.logprobs) for conversation, _ in found for sample in conversation)
         return sum(int(reward) for _, reward in found), tokens
 
@@ -80,16 +81,14 @@ class AgentTask:
         self.drawn = state["drawn"]
 
 
-def sample_of(row: Mapping[str, Any]) -> Sample:
-    """Return the sample of one row of a session. Turns that it shares with an earlier row are a part of that one."""
-    shared = row["shared_prefix"]["length"] if row["shared_prefix"] else 0
-    turns = [turn for turn in row["turns"] if turn["start"] >= shared]
-    first = row["turns"][0]["start"]
-    sampled, logprobs, spans = np.zeros(len(row["token_ids"]), bool), list[float](), list[Span]()
-    for turn in turns:
-        offset = len(logprobs) - turn["start"]
-        spans += [Span(int(s["version"]), s["start"] + offset, s["end"] + offset) for s in turn["weight_versions"]]
-        sampled[turn["start"] : turn["end"]] = True
-        logprobs += row["logprobs"][turn["start"] : turn["end"]]
-    ids = row["token_ids"]
-    return Sample(ids[:first], ids[first:], sampled[first:], np.asarray(logprobs, np.float32), spans)
+def sample_of(row: SessionRow) -> Sample:
+    """Return the sample of one conversation. Tokens that an earlier row of the session has are a part of that one."""
+    sampled = np.asarray(row.new_mask, bool)
+    made_by = np.zeros(len(sampled), np.int64)
+    for span in (span for turn in row.turns for span in turn["weight_versions"]):
+        made_by[span["start"] : span["end"]] = int(span["version"])
+    learned = made_by[sampled]
+    bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
+    spans = [Span(int(learned[start]), start, end) for start, end in pairwise(bounds) if start < end]
+    logprobs = np.asarray(row.logprobs, np.float32)[sampled]
+    return Sample(row.prompt_ids, row.output_ids, sampled[len(row.prompt_ids) :], logprobs, spans)
