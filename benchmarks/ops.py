@@ -25,7 +25,8 @@ import paddle
 
 from benchmarks.lib.roofline import Machine, Shape
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache, SampleBatch
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache
+from fastdeploy.model_executor.ops.vocabulary import SampleBatch
 
 Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
 BLOCK = 16

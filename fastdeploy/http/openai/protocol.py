@@ -26,7 +26,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
         "enable_response_messages", "no_stop_trim", "return_hidden_states", "return_indexer_topk",
-        "return_sampling_mask", "return_cached_tokens_details", "return_prompt_token_ids",
+        "return_cached_tokens_details", "return_prompt_token_ids",
         "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
@@ -34,7 +34,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
         "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_regex",
         "guided_whitespace_pattern", "image_data", "input_embeds", "input_ids", "json_schema", "kv_transfer_params",
-        "logit_bias", "logits_processors", "logprob_token_ids", "lora_id", "lora_name", "lora_path",
+        "logit_bias", "logits_processors", "lora_id", "lora_name", "lora_path",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "reasoning_effort", "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
         "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
@@ -71,7 +71,7 @@ else:
         "CoreFieldsBody",
         __base__=Body,
         **body_fields(RequestFields),
-        **body_fields(SamplingParams, without={"logprobs", "return_kept"}),
+        **body_fields(SamplingParams, without={"logprobs"}),
     )
 
 
@@ -94,6 +94,9 @@ class GenerationBody(CoreFieldsBody):
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
+    return_sampling_mask: bool | None = None
+    return_sampling_mask_logprobs: bool | None = None
+    logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

@@ -116,7 +116,7 @@ def test_numbers_of_numpy_are_numbers():
         SamplingParams(temperature=np.float32(101)).check()
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"return_kept", "logprobs"}))
+@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"return_sampling_mask", "logprobs"}))
 def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
     sent = {"stop_token_ids": [5], "logprobs_mode": "temperature", "ignore_eos": True}.get(name, 1)
     body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)

@@ -129,7 +129,7 @@ def with_prompt_logprobs(entries: list[Logprob]):
     return script
 
 
-ENTRIES = [Logprob(-1.5, ((9, -0.25), (2, -1.5))), Logprob(-7.0, ((8, -0.5), (9, -0.75)))]
+ENTRIES = [Logprob.of(-1.5, ((9, -0.25), (2, -1.5))), Logprob.of(-7.0, ((8, -0.5), (9, -0.75)))]
 SHAPED = [None, {"2": -1.5, "9": -0.25}, {"3": -7.0, "8": -0.5, "9": -0.75}]
 
 

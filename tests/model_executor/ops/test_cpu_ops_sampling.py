@@ -8,8 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import SampleBatch
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch
 
 # top_k, top_p, min_p
 FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (50, 0.8, 0.0), (0, 1.0, 0.05),
@@ -111,13 +111,13 @@ def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
     logits = rng.standard_normal((rows, 20011)).astype(np.float32)
     batch = make_batch(rows, 0.9, rng.integers(0, 50, rows), rng.uniform(0.5, 1, rows), 0.01, rng.random(rows))
     together = ops.sample(paddle.to_tensor(logits), batch)
-    chosen = ops.logprobs(paddle.to_tensor(logits), together, 5)
+    chosen = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(together, 5))
     ops.set_num_threads(1)
     for r in range(rows):
         alone = SampleBatch(*(field[r : r + 1] for field in batch))
         assert ops.sample(paddle.to_tensor(logits[r : r + 1]), alone)[0] == together[r]
         for all_rows, row in zip(
-            chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), together[r : r + 1], 5), strict=True
+            chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), LogprobBatch(together[r : r + 1], 5)), strict=True
         ):
             np.testing.assert_array_equal(all_rows[r], row[0])
 
@@ -128,8 +128,8 @@ def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
     logits[2] = np.round(logits[2])  # many ties
     logits[3, 0] = -np.inf
     ids = rng.integers(0, vocab, 6).astype(np.int32)
-    actual = ops.logprobs(paddle.to_tensor(logits), ids, top)
-    expected = reference.logprobs(paddle.to_tensor(logits), ids, top)
+    actual = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, top))
+    expected = reference.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, top))
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(actual[2], expected[2])
@@ -167,8 +167,8 @@ def test_a_row_that_is_not_finite_draws_nothing_and_the_others_draw_as_without_i
 def test_a_row_that_is_not_finite_has_a_logprob_of_nan_and_the_others_as_without_it(ops, reference, rng, vocab):
     logits, finite = spoiled(rng, vocab)
     ids = rng.integers(0, vocab, 40).astype(np.int32)
-    told = ops.logprobs(paddle.to_tensor(logits), ids, 5)
+    told = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, 5))
     np.testing.assert_array_equal(~np.isnan(told[0]), finite)
-    np.testing.assert_array_equal(np.isnan(told[0]), np.isnan(reference.logprobs(paddle.to_tensor(logits), ids, 5)[0]))
-    for all_rows, alone in zip(told, ops.logprobs(paddle.to_tensor(logits[finite]), ids[finite], 5), strict=True):
+    np.testing.assert_array_equal(np.isnan(told[0]), np.isnan(reference.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, 5))[0]))
+    for all_rows, alone in zip(told, ops.logprobs(paddle.to_tensor(logits[finite]), LogprobBatch(ids[finite], 5)), strict=True):
         np.testing.assert_array_equal(all_rows[finite], alone)
