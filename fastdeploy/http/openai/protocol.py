@@ -95,9 +95,6 @@ class GenerationBody(CoreFieldsBody):
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
-    return_sampling_mask: bool | None = None
-    return_sampling_mask_logprobs: bool | None = None
-    logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

@@ -13,6 +13,8 @@ from fastdeploy.client.generation import Generation
 from fastdeploy.client.pace import Pace
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.http.body import given_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
 from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions
@@ -115,6 +117,10 @@ class OpenAIReply:
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._continuous_usage = bool(options.continuous_usage_stats)
+        asked = given_fields(body, SamplingParams)
+        self._asks_ids = bool(asked.get("logprob_token_ids"))
+        self._asks_mask = bool(asked.get("return_sampling_mask"))
+        self._asks_mask_logprobs = bool(asked.get("return_sampling_mask_logprobs"))
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
         if context.tokenizer is not None and not body.return_tokens_as_token_ids:
@@ -208,9 +214,9 @@ class OpenAIReply:
     async def _sampling_mask(self, entries: list[Logprob]) -> dict[str, msgspec.Raw]:
         """Return the ids that each token was drawn from, and their logprobs, in vLLM's shape, if they are asked for."""
         fields = {}
-        if self._body.return_sampling_mask:
+        if self._asks_mask:
             fields["sampling_mask"] = await mask_ids(self.generation.pace, entries)
-        if self._body.return_sampling_mask_logprobs:
+        if self._asks_mask_logprobs:
             fields["sampling_mask_logprobs"] = await mask_logprobs(self.generation.pace, entries)
         return fields
 
@@ -234,7 +240,7 @@ class OpenAIReply:
 
     def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
         own = {token_id: (entry.logprob, entry.rank)}
-        ranks: Iterable[int | None] = repeat(None) if self._body.logprob_token_ids else count(1)
+        ranks: Iterable[int | None] = repeat(None) if self._asks_ids else count(1)
         best = {token: (logprob, rank) for rank, (token, logprob) in zip(ranks, entry.top, strict=False)}
         return {
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}

@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
+from fastdeploy.client import generation as client_generation
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import AddRequest, part_id
-from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
 from support.http_calls import answer, events, refused
