@@ -304,9 +304,7 @@ struct Scale {
   float best, temperature;
   bool plain;
 
-  Floats16 of(Floats16 logits) const {
-    return plain ? logits : div(sub(logits, set1(best)), set1(temperature));
-  }
+  Floats16 of(Floats16 logits) const { return plain ? logits : div(sub(logits, set1(best)), set1(temperature)); }
   float of(float logit) const { return plain ? logit : (logit - best) / temperature; }
   float largest() const { return plain ? best : 0.0f; }
 };

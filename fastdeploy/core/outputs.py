@@ -56,8 +56,9 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: 1 + number of tokens that are more probable. top_ids, top_logprobs: as many of the best tokens as asked for,
     best first; with SamplingParams.logprob_token_ids, these ids instead. mask_ids: with
     SamplingParams.return_sampling_mask, the ids that top_k, top_p and min_p left to draw from, ascending; for greedy,
-    the drawn id; empty if none of the three is in use. mask_logprobs: with SamplingParams.return_sampling_mask_logprobs,
-    theirs. Ids are little-endian int32, log probabilities float32: an entry has 8 bytes, and as a Python object 100."""
+    the drawn id; empty if none of the three is in use. mask_logprobs: theirs, with
+    SamplingParams.return_sampling_mask_logprobs. Ids are little-endian int32, log probabilities float32: a pair has 8
+    bytes here, and 100 as Python objects."""
 
     logprob: float
     rank: int = 1

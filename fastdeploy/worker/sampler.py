@@ -174,9 +174,7 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
     paddle.index_put_(logits, (row, column), paddle.to_tensor(values.astype(np.float32)))
 
 
-def _logprobs(
-    ops: Ops, mode: str, draw: Draw, sequences: list[NewSequence], rows: list[int]
-) -> list[Logprob | None]:
+def _logprobs(ops: Ops, mode: str, draw: Draw, sequences: list[NewSequence], rows: list[int]) -> list[Logprob | None]:
     """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. None for a row that is not finite:
     a ban can hide this from the draw."""
     params = [sequences[i].sampling for i in rows]

@@ -121,6 +121,7 @@ class OpenAIReply:
         self._asks_ids = bool(asked.get("logprob_token_ids"))
         self._asks_mask = bool(asked.get("return_sampling_mask"))
         self._asks_mask_logprobs = bool(asked.get("return_sampling_mask_logprobs"))
+        self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
         if context.tokenizer is not None and not body.return_tokens_as_token_ids:
@@ -186,6 +187,7 @@ class OpenAIReply:
             fields["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             fields["token_ids"] = choice.token_ids
+        if self._with_prompt:
             fields["prompt_token_ids"] = self._prompt(index)
         return fields | await self._sampling_mask(choice.logprobs)
 
@@ -201,8 +203,8 @@ class OpenAIReply:
         choice |= await self._sampling_mask(delta.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if index not in self._seen:
-                choice["prompt_token_ids"] = self._prompt(index)
+        if self._with_prompt and index not in self._seen:
+            choice["prompt_token_ids"] = self._prompt(index)
         self._seen.add(index)
         event = self._head(self.event_kind)
         event["choices"] = [choice]
@@ -229,8 +231,8 @@ class OpenAIReply:
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw | None:
         """Return a JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank,
-        decoded_token}} with the prompt's token first. None after an abort within the prompt, so that a client never gets
-        fewer entries than its prompt has tokens."""
+        decoded_token}} with the prompt's token first. None after an abort within the prompt, so that a client never
+        gets fewer entries than its prompt has tokens."""
         entries = self.generation.choices[index].prompt_logprobs
         if entries is None:
             return None

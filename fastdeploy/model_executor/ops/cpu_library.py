@@ -126,8 +126,8 @@ class StepArgs(ctypes.Structure):
 class LogprobArgs(ctypes.Structure):
     """The structure LogprobArgs of kernels.h."""
 
-    _inputs = "ids temperature cutoff_logits cutoff_ids other_ids other_ends".split()
-    _outputs = "chosen ranks top_values top_ids other_values".split()
+    _inputs = ["ids", "temperature", "cutoff_logits", "cutoff_ids", "other_ids", "other_ends"]
+    _outputs = ["chosen", "ranks", "top_values", "top_ids", "other_values"]
     _fields_ = [*((name, c_void_p) for name in _inputs), ("top", c_int64), *((name, c_void_p) for name in _outputs)]
 
 

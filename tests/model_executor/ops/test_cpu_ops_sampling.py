@@ -138,7 +138,7 @@ def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
 @pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.7])
 def test_logprobs_over_what_a_draw_kept_agree_with_the_reference(ops, reference, rng, temperature, top_k, top_p, min_p):
-    """The kept tokens are those of the draw, best first, and the logprobs of all of them are those of a distribution."""
+    """The logprobs of the tokens that a draw kept are those of a distribution."""
     rows, vocab = 12, 3001
     logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
     logits[1], logits[2, ::2] = np.round(logits[1]), -np.inf
@@ -160,7 +160,10 @@ def test_logprobs_over_what_a_draw_kept_agree_with_the_reference(ops, reference,
     for i, part in enumerate(np.split(actual.others, ends[:-1])):
         assert np.exp(part.astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
         if len(kept[i]) <= 300:
-            assert set(actual.top_ids[i, : len(part)]) == set(kept[i]) and (actual.top_values[i, len(part) :] == -np.inf).all()
+            assert (
+                set(actual.top_ids[i, : len(part)]) == set(kept[i])
+                and (actual.top_values[i, len(part) :] == -np.inf).all()
+            )
 
 
 def test_a_token_beyond_the_cutoff_has_no_probability(ops, reference):

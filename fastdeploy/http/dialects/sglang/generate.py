@@ -22,13 +22,11 @@ from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
 from fastdeploy.http.dialects.sglang.scores import flat_top, top_p_ids
 from fastdeploy.http.guards.route_access import RouteAccess
+from fastdeploy.http.openai.meta_info import finish_reason
 from fastdeploy.http.openai.reply import mask_work, weight_versions
 from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.inter_communicator import messages as m
-
-# AReaL recognises an abort without tokens by this beginning of the message.
-BEFORE_PREFILL = "Abort before prefill"
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
@@ -231,22 +229,3 @@ class GenerateView:
 
     def _top(self, entry: Logprob | None) -> list[tuple[float | None, int, str | None]] | None:
         return None if entry is None else [self._triple(logprob, token) for token, logprob in entry.top]
-
-
-def finish_reason(choice: Choice) -> dict[str, Any] | None:
-    """Return SGLang's finish_reason, which is None until the choice has ended."""
-    match choice.finish_reason:
-        case None:
-            return None
-        case "stop":
-            matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
-            return {"type": "stop", "matched": matched}
-        case "length":
-            return {"type": "length", "length": len(choice.token_ids)}
-        case "error":  # SGLang's form. The status keeps clients from resuming this as an abort.
-            error = {"status_code": 500, "err_type": "InternalServerError"}
-            return {"type": "abort", "message": choice.message, **error}
-    message = choice.message or "Aborted"
-    if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
-        message = f"{BEFORE_PREFILL}: {message}"
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -1,4 +1,4 @@
-"""POST /skyrl/v1/generate: vLLM's /inference/v1/generate, with the tokens that each token was drawn from as an array."""
+"""POST /skyrl/v1/generate: vLLM's /inference/v1/generate, with the ids that each token was drawn from as an array."""
 
 from __future__ import annotations
 
