@@ -111,6 +111,7 @@ class AdmissionControl:
         check_prompt(prompt, self._info.max_model_len, vocab_size)
         check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
         check_vocabulary(add.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        check_vocabulary(add.sampling.logprob_token_ids, vocab_size, "logprob_token_ids")
         if add.resumed_tokens >= len(prompt):
             expected = f"an integer from 0 to {len(prompt) - 1} (one less than the tokens of the prompt)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")

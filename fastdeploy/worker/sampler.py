@@ -9,7 +9,7 @@ Logprobs are of one of three distributions, per row:
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -17,13 +17,13 @@ import paddle
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
+from fastdeploy.model_executor.ops.interface import Ops
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch
 from fastdeploy.worker.sequences import Draws
+from fastdeploy.worker.token_logprobs import divisors, token_logprobs, wanted_of
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
-NUCLEUS_GUESS = 256  # top_p sorts this number of best tokens first; if they do not suffice, 8 times as many
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64
-MIN_TEMPERATURE = 1e-30  # a division by a smaller temperature overflows float32
 
 
 class _Rows:
@@ -51,6 +51,19 @@ class _Rows:
         return SampleBatch(self.temperature, self.top_k, self.top_p, self.min_p, random)
 
 
+class Draw(NamedTuple):
+    """Rows of logits [R, V], the tokens [R] that were drawn, and what the draws were cut off to, if it is known."""
+
+    logits: paddle.Tensor
+    token_ids: np.ndarray
+    cutoff: Cutoff | None
+
+    def picked(self, rows: list[int]) -> Draw:
+        """Return these rows alone."""
+        logits = paddle.index_select(self.logits, paddle.to_tensor(rows))
+        return Draw(logits, self.token_ids[rows], self.cutoff.picked(rows) if self.cutoff is not None else None)
+
+
 class Sampler:
     """The sampler, which draws the tokens of each step."""
 
@@ -68,7 +81,8 @@ class Sampler:
         touched = rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
-        token_ids = self._ops.sample(logits, rows.sample_batch(positions))
+        cutoff = Cutoff.empty(len(positions)) if PROCESSED in rows.by_mode else None
+        token_ids = self._ops.sample(logits, rows.sample_batch(positions), cutoff)
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -76,8 +90,8 @@ class Sampler:
         reached = draws.reached(token_ids)
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
-            of_mode = logits if mode == PROCESSED else raw
-            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
+            draw = Draw(logits if mode == PROCESSED else raw, token_ids, cutoff)
+            logprobs = _logprobs(self._ops, mode, draw, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled([token], [logprob])
@@ -160,98 +174,18 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
     paddle.index_put_(logits, (row, column), paddle.to_tensor(values.astype(np.float32)))
 
 
-def _logprobs(
-    ops: Ops, mode: str, logits: paddle.Tensor, token_ids: np.ndarray, sequences: list[NewSequence], rows: list[int]
-) -> list[Logprob | None]:
-    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with penalties and bans in
-    mode processed, else without. None for a row that is not finite: a ban can hide this from the draw."""
+def _logprobs(ops: Ops, mode: str, draw: Draw, sequences: list[NewSequence], rows: list[int]) -> list[Logprob | None]:
+    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. None for a row that is not finite:
+    a ban can hide this from the draw."""
     params = [sequences[i].sampling for i in rows]
     if len(rows) < len(sequences):
-        logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
-    kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
-    if mode != RAW:
-        temperatures = [p.temperature if p.temperature else 1.0 for p in params]
-        logits = _masked(at_temperature(logits, temperatures), kept)
-    found = token_logprobs(ops, logits, token_ids, [p.logprobs or 0 for p in params])
-    for i, p in enumerate(params):
-        one = found[i]
-        if one is not None and p.return_kept and (i in kept or p.temperature == 0.0):
-            ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
-            found[i] = Logprob(one.logprob, one.top, ids.astype("<i4").tobytes())
-    return found
-
-
-def token_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob | None]:
-    """Return the log softmax of each row of logits [S, V] at its token [S], and at the ``top`` [S] best tokens without
-    those of probability 0. None for a row that is not finite."""
-    chosen, best, best_ids = ops.logprobs(logits, token_ids, min(max(top), logits.shape[1]))
-    result: list[Logprob | None] = []
-    for value, ids, values, k in zip(chosen.tolist(), best_ids.tolist(), best.tolist(), top, strict=True):
-        pairs = zip(ids[:k], values[:k], strict=True)
-        kept = tuple((token, logprob) for token, logprob in pairs if logprob > -np.inf)
-        result.append(None if math.isnan(value) else Logprob(value, kept))
-    return result
-
-
-def at_temperature(logits: paddle.Tensor, temperatures: list[float]) -> paddle.Tensor:
-    """Return (logits - largest logit) / temperature of each row, for logits [S, V] and temperatures [S] above 0."""
-    divisors = np.array([[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures], np.float32)
-    return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
-
-
-def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the tokens that top_k, top_p and min_p leave, bool [V], by row. Rows that use none of them are absent."""
-    kept = {}
-    for i, p in enumerate(params):
-        if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
-            kept[i] = _kept(logits[i].numpy(), p)
-            kept[i][token_ids[i]] = True  # the op drew it, although sums here may differ in the last place
-    return kept
-
-
-def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor:
-    """Return ``scaled`` with -inf where ``kept`` is False."""
-    if not kept:
-        return scaled
-    values = scaled.numpy()
-    for i, row in kept.items():
-        values[i, ~row] = -np.inf
-    return paddle.to_tensor(values)
-
-
-def _kept(row: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Return the tokens that ``Ops.sample`` draws from, bool [V]. row: logits, float32 [V]."""
-    divisor = max(params.temperature, MIN_TEMPERATURE)
-    weights = np.exp((row.astype(np.float64) - row.max()) / divisor)
-    kept = weights >= params.min_p * weights.max() if params.min_p else np.ones(len(row), bool)
-    if (0 < params.top_k < len(row)) or params.top_p < 1.0:
-        inside = np.zeros(len(row), bool)
-        inside[_nucleus(row, weights, params)] = True
-        kept &= inside
-    return kept
-
-
-def _nucleus(row: np.ndarray, weights: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Return the ids of the smallest set of best tokens, of the top_k best, whose share reaches top_p."""
-    limit = params.top_k or len(row)
-    guess = NUCLEUS_GUESS
-    total = weights[_best_first(row, limit)].sum() if limit < len(row) else weights.sum()
-    while True:
-        order = _best_first(row, min(guess, limit))
-        mass = np.cumsum(weights[order])
-        if params.top_p < 1.0 and mass[-1] >= params.top_p * total:
-            return order[: int(np.searchsorted(mass, params.top_p * total)) + 1]
-        if len(order) >= min(limit, len(row)):
-            return order
-        guess *= 8
-
-
-def _best_first(row: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the ``count`` largest logits, largest first, the lower id first among equals."""
-    if count >= len(row):
-        return np.argsort(-row, kind="stable")
-    among = np.flatnonzero(row >= np.partition(row, -count)[-count])
-    return among[np.argsort(-row[among], kind="stable")][:count]
+        draw = draw.picked(rows)
+    batch = LogprobBatch(
+        draw.token_ids,
+        temperature=None if mode == RAW else divisors(p.temperature for p in params),
+        cutoff=draw.cutoff if mode == PROCESSED else None,
+    )
+    return token_logprobs(ops, draw.logits, batch, wanted_of(params, draw.logits, draw.cutoff, draw.token_ids))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

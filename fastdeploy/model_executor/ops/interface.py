@@ -26,6 +26,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.fingerprint import Fingerprint
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs
 
 INT8_GROUP = 64  # values of a column of weights, or of a row of inputs, that share a scale
 
@@ -176,17 +177,6 @@ class AdapterRows(NamedTuple):
 
     adapters: Sequence[PackedAdapter]
     rows: np.ndarray
-
-
-class SampleBatch(NamedTuple):
-    """Sampling parameters of each row, numpy arrays of length S. temperature 0: take the best token, the lowest id in
-    a tie. top_k 0, top_p 1 and min_p 0 mean no limit. uniform: float64 in [0, 1), the random number of the row."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    uniform: np.ndarray
 
 
 class Region(NamedTuple):
@@ -357,17 +347,15 @@ class Ops(Protocol):
         """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be
         running."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch, cutoff: Cutoff | None = None) -> np.ndarray:
         """Draw one token id per row: logits [S, V] -> int32 [S].
 
         Probabilities are softmax(logits / temperature). Of these, keep the top_k best; then the smallest set of best
         tokens whose sum reaches top_p, after the rest is renormalised; then those of at least min_p times the best.
         The draw inverts the cumulative sum, in the order of token ids, at ``uniform``. The id is -1 for a row that is
-        not finite: one with a NaN or +inf, or with -inf for every token."""
+        not finite: one with a NaN or +inf, or with -inf for every token.
 
-    def logprobs(
-        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log softmax of logits for token_ids and for the best tokens, best first: (chosen [S], top values
-        [S, top], top ids [S, top]). A row that is not finite (see ``sample``) has NaN for chosen and -inf as its top
-        values; no other row has NaN."""
+        cutoff: is overwritten with what was kept."""
+
+    def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:
+        """Return the log softmax of logits [S, V], over the tokens up to the cutoff and at the temperature."""
