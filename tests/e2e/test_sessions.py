@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, Server, in_background, until
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.rl.scoring import Scorer
 
 USER = [{"role": "user", "content": "12+7="}]
 LENGTH = 800
@@ -105,6 +108,20 @@ def test_the_log_probabilities_are_those_that_the_server_gives_to_others(server)
     (row,) = agent.rows()
     assert turn.token_ids == same["token_ids"] and turn.logprobs is None
     assert row["logprobs"][len(turn.prompt_token_ids) :] == same["logprobs"]["token_logprobs"]
+
+
+def test_the_trainer_computes_the_same_log_probabilities_to_the_bit(server):
+    agent = Agent(server)
+    for _ in range(3):
+        agent.turn()
+    agent.messages = agent.messages[:3]
+    agent.turn()
+    scorer = Scorer(str(MODEL_DIR), dtype=server.weights()["dtype"])
+    for row in agent.rows():
+        first = row["loss_mask"].index(1)
+        scored = scorer.logprobs([(row["token_ids"][:first], row["token_ids"][first:])]).numpy()
+        sampled = np.array(row["loss_mask"][first:], bool)
+        assert scored[sampled].tolist() == np.array(row["logprobs"][first:], np.float32)[sampled].tolist()
 
 
 def test_a_completion_of_ids_continues_the_turn_that_they_begin_with(server):

@@ -112,6 +112,12 @@ def test_a_wrong_name_is_a_400_that_names_it(stack, name):
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "session")
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_result_is_not_retained_besides(stack, route):
+    reply = stack.post(f"/sessions/s/v1/{route}", **CHAT if "chat" in route else {"prompt": [1]}, retain_s=5)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "retain_s")
+
+
 def test_an_end_aborts_what_runs_and_forgets_the_session(stack):
     stack.engine.replies[m.AbortArgs] = lambda call: m.Reply(call.call_id, {"aborted": [], "not_found": []})
     stack.post("/sessions/s/v1/chat/completions", **CHAT)
