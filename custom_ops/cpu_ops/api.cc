@@ -189,9 +189,11 @@ int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, i
   return guarded([&] { *count = make_tasks({*b, *s, c, nullptr, nullptr}).count; });
 }
 
+// allowed: null, or for each row null or the bits of the ids that may be drawn.
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out) {
-  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, out);
+              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,
+              int32_t* out) {
+  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, allowed, out);
 }
 
 int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen,

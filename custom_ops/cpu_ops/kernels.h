@@ -171,7 +171,8 @@ FD_DECLARE_KERNELS(amx)          // bfloat16 only
   void quantize_tile(const Weight& w, int64_t tile);                                                              \
   void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
   void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,   \
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                       \
+              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,      \
+              int32_t* out);                                                                                      \
   void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen, \
                 float* top_values, int32_t* top_ids);                                                             \
   }

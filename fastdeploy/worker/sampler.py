@@ -1,10 +1,12 @@
-"""From logits to tokens: penalties, banned ids, random numbers, the draw, and logprobs where a row asks for them.
+"""From logits to tokens: biases, penalties, banned ids, masks, random numbers, the draw, and logprobs where a row asks
+for them.
 
 Logprobs are of one of three distributions, per row:
     raw          log softmax(logits)
     temperature  log softmax(logits / temperature); greedy: raw
-    processed    the distribution that the token is drawn from: after penalties and bans, temperature, top_k, top_p and
-                 min_p, renormalised; greedy: log softmax of the logits after penalties and bans, as in vLLM
+    processed    the distribution that the token is drawn from: after biases, penalties, bans and masks, temperature,
+                 top_k, top_p and min_p, renormalised; greedy: log softmax of the logits after biases, penalties, bans
+                 and masks, as in vLLM
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import paddle
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
+from fastdeploy.model_executor.ops.interface import Ops, SampleBatch, TokenMasks
 from fastdeploy.worker.sequences import Draws
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
@@ -34,6 +36,8 @@ class _Rows:
         params = [sequence.sampling for sequence in sequences]
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
+        self.biased = [i for i, p in enumerate(params) if p.logit_bias]
+        self.with_bad_words = [i for i, p in enumerate(params) if p.bad_words]
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
         self.has_bans = bool(self.banned_before.any())
         self.temperature = np.array([p.temperature for p in params], np.float64)
@@ -58,17 +62,21 @@ class Sampler:
         self._ops = ops
         self._rows = _Rows([])
 
-    def sample(self, logits: paddle.Tensor, draws: Draws) -> list[Sampled | NonFinite]:
-        """Draw one token from each row of logits [R, V], which may be overwritten. Returns the tokens of each sequence:
+    def sample(
+        self, logits: paddle.Tensor, draws: Draws, masks: TokenMasks | None = None
+    ) -> list[Sampled | NonFinite]:
+        """Draw one token from each row of logits [R, V], which may be overwritten. masks: the ids that may be drawn; a
+        masked row is not finite if it has no finite logit of such an id. Returns the tokens of each sequence:
         those of its rows up to the first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The
         result is NonFinite if no token can be drawn from the first row of a sequence, or if the logprob there is not a
         number. Such a later row counts as one behind a wrong draft."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
-        banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
-        touched = rows.penalised or banned
+        banned = _banned(rows, draws, masks)
+        touched = rows.biased or rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
+        _apply_biases(logits, draws, rows.biased)
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
-        token_ids = self._ops.sample(logits, rows.sample_batch(positions))
+        token_ids = self._ops.sample(logits, rows.sample_batch(positions), masks)
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -77,7 +85,8 @@ class Sampler:
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
             of_mode = logits if mode == PROCESSED else raw
-            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
+            of_rows = masks if mode == PROCESSED else None
+            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn, of_rows) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled([token], [logprob])
@@ -118,15 +127,47 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
     return rows
 
 
-def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: list[int]) -> None:
+def _banned(rows: _Rows, draws: Draws, masks: TokenMasks | None) -> dict[int, list[int]]:
+    """Return the banned ids by row: those that would end a request before min_tokens, where no mask does it, and the
+    last ids of bad words."""
+    banned: dict[int, list[int]] = {}
+    if rows.has_bans:
+        early = np.flatnonzero(draws.positions < rows.banned_before)
+        if masks is not None:
+            early = np.setdiff1d(early, masks.rows)
+        banned = {i: list(draws.sequences[i].banned) for i in early.tolist()}
+    for i in rows.with_bad_words:
+        sequence, position = draws.sequences[i], int(draws.positions[i])
+        longest = max(map(len, sequence.sampling.bad_words))
+        start = max(sequence.num_prompt_tokens, position - longest + 1)
+        output = tuple(draws.tokens[draws.numbers[i], start:position].tolist())
+        ends = [word[-1] for word in sequence.sampling.bad_words if output[len(output) - len(word) + 1 :] == word[:-1]]
+        if ends:
+            banned[i] = banned.get(i, []) + ends
+    return banned
+
+
+def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:
+    """Add the logit_bias of ``rows`` to the logits, in place."""
+    if not rows:
+        return
+    biases = [dict(draws.sequences[i].sampling.logit_bias) for i in rows]
+    ids = [np.array(list(bias), np.int64) for bias in biases]
+    added = np.concatenate([np.array(list(bias.values()), np.float32) for bias in biases])
+    old = paddle.gather_nd(logits, paddle.to_tensor(_indices(rows, ids))).numpy()
+    _put(logits, rows, ids, old + added)
+
+
+def apply_penalties_and_bans(
+    logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: dict[int, list[int]]
+) -> None:
     """Change the logits in place: penalties in the ``penalised`` rows, bans in the ``banned`` ones."""
     if penalised:
         ids, values = _penalised_entries(logits, draws, penalised)
         _put(logits, penalised, ids, np.concatenate(values))
     if banned:
-        of_rows = [draws.sequences[i].banned for i in banned]
-        ids = [np.array([t for t in ids if t < logits.shape[1]], np.int64) for ids in of_rows]
-        _put(logits, banned, ids, np.full(sum(map(len, ids)), -np.inf))
+        ids = [np.array([t for t in ids if t < logits.shape[1]], np.int64) for ids in banned.values()]
+        _put(logits, list(banned), ids, np.full(sum(map(len, ids)), -np.inf))
 
 
 def _penalised_entries(
@@ -161,17 +202,25 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
 
 
 def _logprobs(
-    ops: Ops, mode: str, logits: paddle.Tensor, token_ids: np.ndarray, sequences: list[NewSequence], rows: list[int]
+    ops: Ops,
+    mode: str,
+    logits: paddle.Tensor,
+    token_ids: np.ndarray,
+    sequences: list[NewSequence],
+    rows: list[int],
+    masks: TokenMasks | None,
 ) -> list[Logprob | None]:
-    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with penalties and bans in
-    mode processed, else without. None for a row that is not finite: a ban can hide this from the draw."""
+    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with biases, penalties and
+    bans in mode processed, else without. masks: in mode processed. None for a row that is not finite: a ban can hide this from the draw."""
     params = [sequences[i].sampling for i in rows]
+    allowed = {} if masks is None else _allowed_of_rows(masks, rows, logits.shape[1])
     if len(rows) < len(sequences):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
-    kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
+    kept = _kept_of_rows(logits, params, token_ids, allowed) if mode == PROCESSED else {}
     if mode != RAW:
         temperatures = [p.temperature if p.temperature else 1.0 for p in params]
-        logits = _masked(at_temperature(logits, temperatures), kept)
+        logits = at_temperature(_masked(logits, allowed), temperatures)
+        logits = _masked(logits, kept)
     found = token_logprobs(ops, logits, token_ids, [p.logprobs or 0 for p in params])
     for i, p in enumerate(params):
         one = found[i]
@@ -199,12 +248,22 @@ def at_temperature(logits: paddle.Tensor, temperatures: list[float]) -> paddle.T
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 
-def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the tokens that top_k, top_p and min_p leave, bool [V], by row. Rows that use none of them are absent."""
+def _allowed_of_rows(masks: TokenMasks, rows: list[int], vocab: int) -> dict[int, np.ndarray]:
+    """Return the masks of ``rows``, bool [V], by index in ``rows``. Rows without a mask are absent."""
+    indices = {row: index for index, row in enumerate(masks.rows.tolist())}
+    return {i: masks.allowed(indices[row], vocab) for i, row in enumerate(rows) if row in indices}
+
+
+def _kept_of_rows(
+    logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray, allowed: dict[int, np.ndarray]
+) -> dict[int, np.ndarray]:
+    """Return the tokens that top_k, top_p and min_p leave of the allowed ones, bool [V], by row. Rows that use none of
+    the three are absent."""
     kept = {}
     for i, p in enumerate(params):
         if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
-            kept[i] = _kept(logits[i].numpy(), p)
+            row = logits[i].numpy()
+            kept[i] = _kept(np.where(allowed[i], row, np.float32(-np.inf)) if i in allowed else row, p)
             kept[i][token_ids[i]] = True  # the op drew it, although sums here may differ in the last place
     return kept
 

@@ -54,6 +54,7 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     PackedLinear,
     SampleBatch,
+    TokenMasks,
     StageItem,
     StageResult,
 )
@@ -341,13 +342,20 @@ class CpuOps:
         args = batch_args(batch, limits_of(cache, spec), tokens), spec_args(spec)
         return *map(ctypes.byref, args), cache_handle(cache)
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
         rows, vocab = logits.shape
         out = np.empty(rows, np.int32)
         kinds = (np.float32, np.int32, np.float32, np.float32, np.float64)
         parameters = [np.ascontiguousarray(field, kind) for field, kind in zip(batch, kinds, strict=True)]
         assert all(p.shape == (rows,) for p in parameters)
-        self._check(self._lib.fd_sample(data(logits), rows, vocab, *map(address, parameters), address(out)))
+        allowed = None
+        if masks is not None:
+            assert masks.bits.dtype == np.uint32 and masks.bits.flags.c_contiguous
+            assert masks.bits.shape[1] * 32 >= vocab and masks.rows.max(initial=0) < rows
+            allowed = np.zeros(rows, np.uintp)
+            allowed[masks.rows] = masks.bits.ctypes.data + np.arange(len(masks.bits)) * masks.bits.strides[0]
+        allowed_at = None if allowed is None else address(allowed)
+        self._check(self._lib.fd_sample(data(logits), rows, vocab, *map(address, parameters), allowed_at, address(out)))
         return out
 
     def logprobs(

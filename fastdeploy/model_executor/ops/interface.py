@@ -189,6 +189,18 @@ class SampleBatch(NamedTuple):
     uniform: np.ndarray
 
 
+class TokenMasks(NamedTuple):
+    """The ids that may be drawn from some rows; all may be drawn from the others. rows: int64 [M]. bits: uint32 [M, W],
+    at least V bits in each; id i may be drawn if bit i % 32 of word i // 32 is 1."""
+
+    rows: np.ndarray
+    bits: np.ndarray
+
+    def allowed(self, index: int, vocab: int) -> np.ndarray:
+        """Return the mask of ``rows[index]``, bool [vocab]."""
+        return np.unpackbits(self.bits[index].view(np.uint8), count=vocab, bitorder="little").view(bool)
+
+
 class Region(NamedTuple):
     """The place for the values of one checkpoint tensor, [rows, columns]. linear: rows [first_row, first_row + rows) of
     this weight. vector: this array, float32 [rows * columns], of a norm or a bias; its values are rounded to the dtype
@@ -357,8 +369,9 @@ class Ops(Protocol):
         """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be
         running."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
-        """Draw one token id per row: logits [S, V] -> int32 [S].
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
+        """Draw one token id per row: logits [S, V] -> int32 [S]. An id that ``masks`` does not allow counts as one with
+        the logit -inf.
 
         Probabilities are softmax(logits / temperature). Of these, keep the top_k best; then the smallest set of best
         tokens whose sum reaches top_p, after the rest is renormalised; then those of at least min_p times the best.

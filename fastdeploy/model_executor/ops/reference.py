@@ -26,6 +26,7 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     PackedLinear,
     SampleBatch,
+    TokenMasks,
     StageItem,
     StageResult,
 )
@@ -280,8 +281,12 @@ class ReferenceOps:
     def free_scratch(self) -> None:
         """Do nothing: these ops keep no memory between calls."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
         rows = logits.numpy()
+        if masks is not None:
+            rows = rows.copy()
+            for index, row in enumerate(masks.rows.tolist()):
+                rows[row, ~masks.allowed(index, rows.shape[1])] = -np.inf
         return np.array([_draw(row, batch, i) for i, row in enumerate(rows)], np.int32)
 
     def logprobs(
