@@ -70,6 +70,7 @@ PAGE_HEADER = (
     "tok/s over those with the limit",
 )
 DEFAULT = "default"
+TICKS = (1, 1.5, 2, 4, 8, 16)  # of the plot, in steps
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,8 @@ def plot(found: Results, file: Path) -> None:
             speed.plot(list(of_line), [throughput(*both) for both in of_line.values()], **style)
         gap.axhline(1.5, color="grey", linewidth=0.8)
         gap.set(xlabel="streams", ylabel="time between tokens, in steps", yscale="log", title=isa or "best")
+        gap.set_yticks(TICKS, map(str, TICKS))
+        gap.minorticks_off()
         speed.axhline(0.95, color="grey", linewidth=0.8)
         speed.set(xlabel="streams", ylabel="tok/s over those with the limit", ylim=(0, None))
         gap.legend()

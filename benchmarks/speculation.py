@@ -122,10 +122,10 @@ def write_checkpoint(kind: str, folder: Path) -> None:
         make_model.main([str(folder)])
 
 
-async def run_load(client: Client, load: Load, repeat: int) -> Outcome:
-    """Send the requests of one repeat. Raises ServerError."""
+async def run_load(client: Client, load: Load, first: int) -> Outcome:
+    """Send the requests of one repeat. first: the number of the first of them. Raises ServerError."""
     gate = asyncio.Semaphore(load.at_once)
-    numbers = range(repeat * load.requests, (repeat + 1) * load.requests)
+    numbers = range(first, first + load.requests)
 
     async def send(fields: dict[str, Any]) -> Any:
         return await client.call("POST", "/v1/completions", fields, 600.0)
@@ -148,12 +148,15 @@ async def run_load(client: Client, load: Load, repeat: int) -> Outcome:
 async def compare(urls: Sequence[str], loads: Sequence[Load], repeats: int) -> list[dict[str, Any]]:
     """Run each load at the servers with and without speculation, in turn. Return the figures of each load."""
     clients, found = [Client(url) for url in urls], []
+    next_number = 0  # no request comes twice: the server would remember its tokens
     for load in loads:
+        firsts = range(next_number, next_number + (repeats + 1) * load.requests, load.requests)
+        next_number = firsts.stop
         for client in clients:
-            await run_load(client, load, repeats)  # learns what steps cost
+            await run_load(client, load, firsts[0])  # learns what steps cost
         before, runs, same = await clients[0].metrics(), list[list[Outcome]](), True
-        for repeat in range(repeats):
-            pair = [await run_load(client, load, repeat) for client in clients]
+        for first in firsts[1:]:
+            pair = [await run_load(client, load, first) for client in clients]
             same = same and pair[0].choices == pair[1].choices
             runs.append(pair)
         after = await clients[0].metrics()

@@ -11,8 +11,10 @@ from pathlib import Path
 import paddle
 
 from examples.async_grpo.config import Settings, parse
+from examples.async_grpo.problems import Curriculum
 from examples.async_grpo.records import Display
 from examples.async_grpo.serving import ServerFailed, served
+from examples.async_grpo.task import AnswersFailed, Task
 from examples.async_grpo.trainer import Trainer
 from examples.embedded_model.tokenizer import END_ID
 from fastdeploy.core.errors import FastDeployError
@@ -21,21 +23,25 @@ from fastdeploy.rl.client import RolloutClient
 TRAINER_THREADS = 1  # of Paddle: the server has the other core
 
 
-async def train(settings: Settings, url: str, display: Display) -> None:
+async def train(settings: Settings, task: Task, url: str, display: Display) -> None:
     """Make the run on the server at ``url``."""
     async with RolloutClient(url, eos_ids=[END_ID]) as client:
-        await Trainer(settings, client, display).run()
+        await Trainer(settings, client, task, display).run()
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, task: Task) -> int:
     """Make the run, on a server of its own if the settings name none. Returns the exit status of the program."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    paddle.set_device("cpu")
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})  # strided views make the backward pass 1.6 times slower
+    paddle.base.core.set_num_threads(TRAINER_THREADS)
     out, status = Path(settings.out), 0
     try:
         out.mkdir(parents=True, exist_ok=True)
         own = served(settings, out / "server.log")
         with Display(settings.minutes) as display, nullcontext(settings.url) if settings.url else own as url:
-            asyncio.run(train(settings, url, display))
-    except* (FastDeployError, ServerFailed, OSError) as errors:
+            asyncio.run(train(settings, task, url, display))
+    except* (FastDeployError, AnswersFailed, ServerFailed, OSError) as errors:
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
@@ -48,11 +54,7 @@ def run(settings: Settings) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    paddle.set_device("cpu")
-    paddle.set_flags({"FLAGS_use_stride_kernel": False})  # strided views make the backward pass 1.6 times slower
-    paddle.base.core.set_num_threads(TRAINER_THREADS)
-    return run(settings)
+    return run(settings, Curriculum(settings.seed))
 
 
 if __name__ == "__main__":

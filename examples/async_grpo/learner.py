@@ -15,9 +15,8 @@ from safetensors.numpy import save_file
 
 from examples.async_grpo.config import Settings
 from examples.async_grpo.grpo import advantages, mismatch, token_loss
-from examples.async_grpo.rollouts import Group, publication_of
+from examples.async_grpo.samples import Group, Sample
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.scoring import Scorer
 
 COMPARED = 16  # answers of each kind whose logprobs are compared with the server's, in each update
@@ -47,16 +46,15 @@ class Learner:
 
         lag: publications that a token's weights lacked. mismatch, stale_kv: see :meth:`_compare`. seconds: by phase.
         """
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        made_by = [publications(rollout) for rollout in rollouts]  # of each token
-        sequences = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
-        behaviour = np.concatenate([np.asarray(rollout.logprobs, np.float32) for rollout in rollouts])
-        credits = [np.repeat(advantages(group.rewards), list(map(len, group.answers))) for group in groups]
+        samples = [sample for group in groups for sample in group.samples]
+        made_by = [sample.publications for sample in samples]  # of each token
+        behaviour = np.concatenate([sample.logprobs for sample in samples])
+        credits = [np.repeat(advantages(group.rewards), [len(s.logprobs) for s in group.samples]) for group in groups]
         clock = [time.perf_counter()]
-        current = self.scorer.logprobs(sequences)
+        current = scored(self.scorer, samples)
         with paddle.no_grad():
-            reference = self._reference.logprobs(sequences) if self._reference else None
-            compared = self._compare(publication, rollouts, made_by)
+            reference = scored(self._reference, samples) if self._reference else None
+            compared = self._compare(publication, samples, made_by)
         clock.append(time.perf_counter())
         losses = token_loss(
             current, paddle.to_tensor(behaviour), reference, paddle.to_tensor(np.concatenate(credits)), self._settings
@@ -71,7 +69,7 @@ class Learner:
         clock.append(time.perf_counter())
         lags = publication - np.concatenate(made_by)
         return {
-            "samples": len(rollouts),
+            "samples": len(samples),
             "tokens": lags.size,
             "lag_mean": float(lags.mean()),
             "lag_max": int(lags.max()),
@@ -83,7 +81,7 @@ class Learner:
             "seconds": dict(zip(("score", "backward", "optimizer"), np.diff(clock).tolist(), strict=True)),
         }
 
-    def _compare(self, publication: int, rollouts: Sequence[Rollout], made_by: Sequence[np.ndarray]) -> dict[str, Any]:
+    def _compare(self, publication: int, samples: Sequence[Sample], made_by: Sequence[np.ndarray]) -> dict[str, Any]:
         """Compare the server's logprobs of some answers with those of the weights that made them.
 
         The weights are those of the newest publication in the batch, which a copy was kept of. mismatch: of answers
@@ -99,9 +97,9 @@ class Learner:
             self._witness.parameters[name].set_value(value)
         self._witness.refresh()
         here = [made_by[i] == newest for i in (*whole, *mixed)]
-        some = [rollouts[i] for i in (*whole, *mixed)]
-        trainer = self._witness.logprobs([(rollout.prompt_ids, rollout.token_ids) for rollout in some]).numpy()
-        server = np.concatenate([np.asarray(rollout.logprobs, np.float32) for rollout in some])
+        some = [samples[i] for i in (*whole, *mixed)]
+        trainer = scored(self._witness, some).numpy()
+        server = np.concatenate([sample.logprobs for sample in some])
         return mismatches(here, trainer, server)
 
     def save(self, path: Path, position: Mapping[str, Any]) -> None:
@@ -129,9 +127,11 @@ class Learner:
         return position
 
 
-def publications(rollout: Rollout) -> np.ndarray:
-    """Return the publication that made each token, int64 [tokens]."""
-    return np.repeat([publication_of(s) for s in rollout.spans], [s.end - s.start for s in rollout.spans])
+def scored(scorer: Scorer, samples: Sequence[Sample]) -> paddle.Tensor:
+    """Return the log probability of each sampled token, float32, in the order of the samples."""
+    found = scorer.logprobs([(sample.prompt_ids, sample.token_ids) for sample in samples])
+    sampled = np.concatenate([sample.sampled for sample in samples])
+    return found if sampled.all() else found[paddle.to_tensor(np.flatnonzero(sampled))]
 
 
 def mismatches(here: Sequence[np.ndarray], trainer: np.ndarray, server: np.ndarray) -> dict[str, Any]:

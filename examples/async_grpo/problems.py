@@ -6,6 +6,9 @@ import asyncio
 import random
 from typing import Any
 
+from examples.async_grpo.config import Settings
+from examples.async_grpo.samples import Sample, sample_of
+from examples.async_grpo.task import AnswersFailed
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import (
     KINDS,
@@ -17,6 +20,7 @@ from examples.embedded_model.arithmetic import (
     random_problem,
 )
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import RolloutFailed
 
 FLOOR = 0.05  # share that a kind and level keep when it is solved always or never
 MEMORY = 0.1  # weight of the newest group in the measured success
@@ -43,6 +47,19 @@ class Curriculum:
         self.drawn += 1
         return random_problem(self._rng, kind, level, "train"), self._rng.getrandbits(62)
 
+    async def answers(
+        self, client: RolloutClient, settings: Settings, problem: Problem, seed: int
+    ) -> tuple[list[Sample], list[float]]:
+        """Return ``settings.group`` answers, and 1.0 for each right one, else 0.0. Raises AnswersFailed."""
+        params = {"max_tokens": settings.max_tokens, "temperature": 1.0, "seed": seed}
+        prompt = tokenizer.prompt_ids(problem, chat=True)
+        try:
+            found = await client.generate_group(prompt, params, n=settings.group)
+        except RolloutFailed as error:
+            raise AnswersFailed(error.message, list(map(sample_of, error.partial))) from error
+        rewards = [float(is_correct(problem, tokenizer.decode(rollout.token_ids))) for rollout in found]
+        return list(map(sample_of, found)), rewards
+
     def note(self, problem: Problem, solved: float) -> None:
         """Note the share of right answers of one group."""
         cell = problem.kind, problem.level
@@ -58,16 +75,15 @@ class Curriculum:
         self._rng.setstate((version, tuple(words), gauss))
         self.drawn, self.success = state["drawn"], dict(zip(self.success, state["success"], strict=True))
 
+    async def evaluate(self, client: RolloutClient, count: int) -> tuple[int, int]:
+        """Let the server answer ``count`` held-out problems, with greedy sampling. Returns the number of right answers,
+        and the number of tokens of all answers."""
 
-async def evaluate(client: RolloutClient, count: int) -> tuple[int, int]:
-    """Let the server answer ``count`` held-out problems, with greedy sampling. Returns the number of right answers, and
-    the number of tokens of all answers."""
+        async def answer(problem: Problem) -> list[int]:
+            params = {"max_tokens": HELDOUT_MAX_TOKENS, "temperature": 0.0, "logprobs": None}
+            return (await client.generate(tokenizer.prompt_ids(problem, chat=True), params)).token_ids
 
-    async def answer(problem: Problem) -> list[int]:
-        params = {"max_tokens": HELDOUT_MAX_TOKENS, "temperature": 0.0, "logprobs": None}
-        return (await client.generate(tokenizer.prompt_ids(problem, chat=True), params)).token_ids
-
-    asked = problems(HELDOUT_SEED, count)
-    answers = await asyncio.gather(*map(answer, asked))
-    solved = sum(is_correct(problem, tokenizer.decode(ids)) for problem, ids in zip(asked, answers, strict=True))
-    return solved, sum(map(len, answers))
+        asked = problems(HELDOUT_SEED, count)
+        answers = await asyncio.gather(*map(answer, asked))
+        solved = sum(is_correct(problem, tokenizer.decode(ids)) for problem, ids in zip(asked, answers, strict=True))
+        return solved, sum(map(len, answers))

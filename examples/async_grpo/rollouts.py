@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple
 from typing import Literal
 
 from examples.async_grpo.config import Settings
-from examples.async_grpo.problems import Curriculum
 from examples.async_grpo.records import Records
-from examples.embedded_model import tokenizer
-from examples.embedded_model.arithmetic import is_correct
+from examples.async_grpo.samples import Group
+from examples.async_grpo.task import AnswersFailed, Task
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.errors import RolloutFailed
-from fastdeploy.rl.rollout import Rollout, TokenSpan
 
 RECENT = 64  # groups whose success is shown
 Fate = Literal["trained", "discarded", "in_flight"]
 
 
-def publication_of(span: TokenSpan) -> int:
-    """Return the publication whose weights sampled a span. The trainer publishes each under its number."""
-    return int(span.version)
-
-
-@dataclass(frozen=True)
-class Group:
-    """The answers to one problem. rewards: 1.0 for a right answer, else 0.0. started, ended: seconds of the run."""
-
-    number: int
-    rollouts: Sequence[Rollout]
-    rewards: Sequence[float]
-    started: float
-    ended: float
-
-    @property
-    def answers(self) -> list[list[int]]:
-        return [rollout.token_ids for rollout in self.rollouts]
-
-    @property
-    def oldest(self) -> int:
-        """The first publication that made one of its tokens."""
-        return min(publication_of(span) for rollout in self.rollouts for span in rollout.spans)
-
-
 class Producer:
-    """Generates groups for problems of ``curriculum``, ``settings.concurrency`` at a time.
+    """Generates groups for problems of ``task``, ``settings.concurrency`` at a time.
 
     Starts no group while those of an update are ready, so that answers do not grow old while they wait. Every group
     that ends gets a fate in ``records``, once.
     """
 
-    def __init__(self, client: RolloutClient, settings: Settings, curriculum: Curriculum, records: Records):
-        self._client, self._settings, self._curriculum, self._records = client, settings, curriculum, records
+    def __init__(self, client: RolloutClient, settings: Settings, task: Task, records: Records):
+        self._client, self._settings, self._task, self._records = client, settings, task, records
         self._ready: list[Group] = []
         self._in_flight = 0
         self._state: Literal["open", "closed", "ending"] = "open"
@@ -104,12 +76,12 @@ class Producer:
     def settle(self, group: Group, fate: Fate, why: str = "") -> None:
         """Record the fate of each answer of a group."""
         times = {"started": round(group.started, 4), "ended": round(group.ended, 4)}
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            tokens, spans = len(rollout.token_ids), [[publication_of(s), s.start, s.end] for s in rollout.spans]
+        for sample, reward in zip(group.samples, group.rewards, strict=True):
+            tokens, spans = len(sample.logprobs), [astuple(span) for span in sample.spans]
             self._records.ledger[fate] += tokens
             self._records.write(
-                "rollout", group=group.number, prompt_tokens=len(rollout.prompt_ids), tokens=tokens, spans=spans,
-                reward=reward, fate=fate, why=why, resumes=rollout.num_resumes, preempted=rollout.num_preempted, **times
+                "rollout", group=group.number, prompt_tokens=len(sample.prompt_ids), tokens=tokens, spans=spans,
+                reward=reward, fate=fate, why=why, resumes=sample.num_resumes, preempted=sample.num_preempted, **times
             )  # fmt: skip
 
     def _drop_stale(self, publication: int) -> None:
@@ -147,21 +119,19 @@ class Producer:
                 self._changed.notify_all()
 
     async def _generate(self) -> Group:
-        """Return the answers to the next problem. Raises RolloutFailed; the tokens until then are discarded."""
-        problem, seed = self._curriculum.draw()
-        number, started = self._curriculum.drawn, self._records.now()
-        params = {"max_tokens": self._settings.max_tokens, "temperature": 1.0, "seed": seed}
-        prompt, failure = tokenizer.prompt_ids(problem, chat=True), None
+        """Return the answers to the next problem. Raises the failure of a generation; its tokens are discarded."""
+        problem, seed = self._task.draw()
+        number, started = self._task.drawn, self._records.now()
+        failure = None
         try:
-            found = await self._client.generate_group(prompt, params, n=self._settings.group)
-        except RolloutFailed as error:
-            found, failure = error.partial, error
-        rewards = [float(is_correct(problem, tokenizer.decode(rollout.token_ids))) for rollout in found]
-        group = Group(number, found, rewards, started, self._records.now())
+            samples, rewards = await self._task.answers(self._client, self._settings, problem, seed)
+        except AnswersFailed as error:
+            samples, rewards, failure = error.samples, [0.0] * len(error.samples), error
+        group = Group(number, samples, rewards, started, self._records.now())
         if failure is not None:
             self.settle(group, "discarded", failure.message)
             raise failure
         solved = sum(rewards) / len(rewards)
-        self._curriculum.note(problem, solved)
+        self._task.note(problem, solved)
         self._solved.append(solved)
         return group

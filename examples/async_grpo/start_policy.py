@@ -27,7 +27,7 @@ from examples.async_grpo.config import START_POLICY
 from examples.embedded_model import arithmetic
 from examples.embedded_model.checkpoint import load, save
 from examples.embedded_model.model import Qwen3
-from examples.embedded_model.train import Answer, batches, mean_loss, solution
+from examples.embedded_model.train import Answer, Batch, batches, mean_loss, solution
 from fastdeploy.embedded import MODEL_DIR
 
 WARMUP_STEPS = 50
@@ -81,9 +81,9 @@ class Muon:
         return x.t() if tall else x
 
 
-def train(model: Qwen3, seed: int, steps: int, peak: float, answer: Answer) -> None:
-    """Train ``model`` in place. The learning rate rises to ``peak``, stays, and falls to 0 in the last 60 % of the
-    steps."""
+def train(model: Qwen3, batches: Iterable[Batch], steps: int, peak: float) -> None:
+    """Train ``model`` in place on the first ``steps`` batches. The learning rate rises to ``peak``, stays, and falls to
+    0 in the last 60 % of the steps."""
     matrices = [name for name, weight in model.weights.items() if weight.ndim == 2 and "embed" not in name]
     muon = Muon(model.weights[name] for name in matrices)
     adam = paddle.optimizer.AdamW(
@@ -94,7 +94,7 @@ def train(model: Qwen3, seed: int, steps: int, peak: float, answer: Answer) -> N
         grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0),
     )
     began = time.perf_counter()
-    for step, batch in zip(range(steps), batches(seed, answer), strict=False):
+    for step, batch in zip(range(steps), batches, strict=False):
         loss = mean_loss(model, batch)
         loss.backward()
         rate = peak * min(1, (step + 1) / WARMUP_STEPS) * min(1, (steps - step) / (steps * 0.6))
@@ -121,7 +121,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for stage in arguments.stages:  # each starts from the rounded weights of the one before
             model = load(folder)
-            train(model, *STAGES[stage])
+            seed, steps, peak, answer = STAGES[stage]
+            train(model, batches(seed, answer), steps, peak)
             folder = Path(temporary) / stage
             save(model, folder)
     save(model, arguments.output)

@@ -11,20 +11,20 @@ import numpy as np
 from examples.async_grpo import sync
 from examples.async_grpo.config import Settings
 from examples.async_grpo.learner import Learner
-from examples.async_grpo.problems import Curriculum, evaluate
 from examples.async_grpo.records import Display, Records
 from examples.async_grpo.rollouts import Producer
 from examples.async_grpo.serving import sampled_tokens
+from examples.async_grpo.task import Task
 from fastdeploy.rl.client import RolloutClient
 
 
 class Trainer:
-    """One run on the server of ``client``."""
+    """One run of ``task`` on the server of ``client``."""
 
-    def __init__(self, settings: Settings, client: RolloutClient, display: Display):
+    def __init__(self, settings: Settings, client: RolloutClient, task: Task, display: Display):
         self._settings, self._client, self._display = settings, client, display
         self._learner = Learner(settings)
-        self._curriculum = Curriculum(settings.seed)
+        self._task = task
         self._number = 0  # of updates made
         self._made = 0  # of these, by this process
         self._publication = 0  # the last one, counted over all processes of the run
@@ -32,7 +32,7 @@ class Trainer:
         self._checkpoint, before = Path(settings.out) / "checkpoint", None
         if settings.resume:
             position = self._learner.load(self._checkpoint)
-            self._curriculum.restore(position["curriculum"])
+            self._task.restore(position["task"])
             self._number, before = position["update"], position["seconds"]
             self._publication = position["publication"] - 1  # the same weights are published again under this number
         else:
@@ -45,9 +45,9 @@ class Trainer:
         settings, records, url = self._settings, self._records, self._client.connection.url
         sampled = sampled_tokens(url)
         records.write("run", seed=settings.seed, sync=settings.sync, kv=settings.kv, server_tokens=sampled,
-                      update=self._number, drawn=self._curriculum.drawn, settings=asdict(settings))  # fmt: skip
+                      update=self._number, drawn=self._task.drawn, settings=asdict(settings))  # fmt: skip
         await self._publish()
-        producer = Producer(self._client, settings, self._curriculum, records)
+        producer = Producer(self._client, settings, self._task, records)
         if settings.eval_every and not settings.resume:
             await self._evaluate()
         async with producer.running():
@@ -112,7 +112,7 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         began, count = self._records.now(), self._settings.eval_problems
-        solved, tokens = await evaluate(self._client, count)
+        solved, tokens = await self._task.evaluate(self._client, count)
         self._accuracy = solved / count
         self._records.ledger["evaluated"] += tokens
         self._records.write("eval", update=self._number, publication=self._publication, problems=count, solved=solved,
@@ -122,5 +122,5 @@ class Trainer:
 
     def _save(self) -> None:
         position = {"update": self._number, "publication": self._publication, "seconds": self._records.now()}
-        self._learner.save(self._checkpoint, position | {"curriculum": self._curriculum.state()})
-        self._records.write("checkpoint", drawn=self._curriculum.drawn, **position)
+        self._learner.save(self._checkpoint, position | {"task": self._task.state()})
+        self._records.write("checkpoint", drawn=self._task.drawn, **position)

@@ -6,6 +6,7 @@ Every text is encoded and decoded without loss. ``build`` writes the tokenizer's
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.embedded_model.arithmetic import Problem
@@ -46,15 +47,20 @@ def prompt_ids(problem: Problem, chat: bool) -> list[int]:
     return chat_ids(problem.prompt) if chat else encode(problem.prompt)
 
 
-def build(folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template) to ``folder``."""
+def build(folder: Path, pieces: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> None:
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) to ``folder``. pieces: texts that are one
+    token each; they take the ids of the reserved special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {char: byte for byte, char in enumerate(_byte_chars())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
+    used = ASSISTANT_ID + 1 - PAD_ID
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS[:used]])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    rest = SPECIAL_TOKENS[used + len(pieces) :]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in rest])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -63,7 +69,7 @@ def build(folder: Path) -> None:
         "model_max_length": 4096,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +45,8 @@ class Batch(NamedTuple):
     weight: np.ndarray
 
 
+Document = tuple[list[int], list[float]]
+"""The ids of a training text, and the weight of each in the loss."""
 Answer = Callable[[arithmetic.Problem, random.Random], str]
 
 
@@ -64,12 +66,17 @@ def document(problem: arithmetic.Problem, rng: random.Random, answer: Answer = s
 
 
 def batches(seed: int, answer: Answer = solution) -> Iterator[Batch]:
-    """Yield batches without end. A row holds whole documents, in the order they are generated, then padding. The rare
-    document that is too long for a row is left out."""
+    """Yield batches of problems and their answers without end."""
     rng = random.Random(seed)
-    full: dict[int, list[list[tuple[list[int], int]]]] = {length: [[]] for length in ROW_LENGTHS}
-    for problem in arithmetic.stream(seed, "train"):
-        doc = document(problem, rng, answer)
+    texts = (document(problem, rng, answer) for problem in arithmetic.stream(seed, "train"))
+    return packed((ids, [PROMPT_WEIGHT] * prompt + [1.0] * (len(ids) - prompt)) for ids, prompt in texts)
+
+
+def packed(documents: Iterable[Document]) -> Iterator[Batch]:
+    """Yield batches. A row holds whole documents, in the order they are generated, then padding. The rare document that
+    is too long for a row is left out."""
+    full: dict[int, list[list[Document]]] = {length: [[]] for length in ROW_LENGTHS}
+    for doc in documents:
         length = next((length for length in ROW_LENGTHS if len(doc[0]) <= length), None)
         if length is None:
             continue
@@ -82,15 +89,14 @@ def batches(seed: int, answer: Answer = solution) -> Iterator[Batch]:
         rows[-1].append(doc)
 
 
-def _collate(rows: list[list[tuple[list[int], int]]], length: int) -> Batch:
+def _collate(rows: list[list[Document]], length: int) -> Batch:
     ids = np.full((len(rows), length + 1), tokenizer.PAD_ID, np.int64)
     weight = np.zeros((len(rows), length + 1), np.float32)
     for r, row in enumerate(rows):
         at = 0
-        for doc, prompt in row:
+        for doc, weights in row:
             ids[r, at : at + len(doc)] = doc
-            weight[r, at : at + prompt] = PROMPT_WEIGHT
-            weight[r, at + prompt : at + len(doc)] = 1.0
+            weight[r, at : at + len(doc)] = weights
             at += len(doc)
     return Batch(ids[:, :-1], ids[:, 1:], weight[:, 1:])
 

@@ -16,7 +16,7 @@ from fastdeploy.inter_communicator.messages import Output
 class TextOptions(NamedTuple):
     """Options of a choice. stops: stop strings. min_tokens: a stop string ends no shorter choice. prompt_only: the
     client asked for no token. The engine samples at least one, which the choice drops. detokenize: without it there is
-    no text, and no stop string may be asked for."""
+    no text, and no stop string may be asked for. kept: special tokens whose text is not skipped."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -24,6 +24,7 @@ class TextOptions(NamedTuple):
     min_tokens: int = 0
     prompt_only: bool = False
     detokenize: bool = True
+    kept: frozenset[int] = frozenset()
 
 
 class ChoiceDelta(NamedTuple):
@@ -65,7 +66,7 @@ class Choice:
         self._decoder = None
         if tokenizer is not None and options.detokenize:
             fresh = len(prompt) - resumed
-            self._decoder = IncrementalDecoder(tokenizer, prompt, options.skip_special_tokens, fresh)
+            self._decoder = IncrementalDecoder(tokenizer, prompt, options.skip_special_tokens, fresh, options.kept)
             self.text = self._decoder.extend(prompt[fresh:])
             self._search.push(self.text)
 

@@ -17,7 +17,7 @@ class IncrementalDecoder:
     """The text of a growing sequence of ids. The returned texts, joined, are the decoding of all ids.
 
     The tokens before are context (``Tokenizer.context``), also those of ``prompt``, which may end inside a character.
-    length: how many ids of the prompt count; None = all.
+    length: how many ids of the prompt count; None = all. kept: special tokens that have their text all the same.
 
     Text that a later token can change is held back. That is one U+FFFD at the end, which may be an incomplete
     character, and a run of byte tokens (``Tokenizer.byte_tokens``), since one bad byte makes U+FFFD of the whole run.
@@ -29,10 +29,11 @@ class IncrementalDecoder:
         prompt: Sequence[int],
         skip_special_tokens: bool = True,
         length: int | None = None,
+        kept: frozenset[int] = frozenset(),
     ):
         self._tokenizer = tokenizer
-        self._decode, self._skip = tokenizer.decode, skip_special_tokens
-        self._num_ids, self._silent = tokenizer.num_ids, tokenizer.ids_without_text(skip_special_tokens)
+        self._num_ids, self._silent = tokenizer.num_ids, tokenizer.ids_without_text(skip_special_tokens, kept)
+        self._decode, self._skip = tokenizer.decode, skip_special_tokens and not kept
         self._bytes = tokenizer.byte_tokens
         self._max_window = 2 * tokenizer.context - 1  # a longer window is cut to the context
         self._run: Run | None = None  # of byte tokens, at the end

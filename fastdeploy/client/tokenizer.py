@@ -44,6 +44,7 @@ class Tokenizer:
 
     num_ids: ``decode`` leaves out this id and higher ones.
     byte_tokens: the byte of each token that stands for one where the vocabulary has no text (SentencePiece: <0xE2>).
+    special: the ids of the special tokens, which ``decode`` may skip.
     context: the text of a token depends on so many tokens before it. One shows that the text does not begin with this
     token. More are needed where the bytes of a character may be spread over several tokens.
     """
@@ -54,14 +55,16 @@ class Tokenizer:
         decoder, vocab = str(getattr(backend, "decoder", "")), self._hf.get_vocab()
         if backend is not None:
             self._decode = backend.decode
-            special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+            added = backend.get_added_tokens_decoder()
+            self.special = {token.content: token_id for token_id, token in added.items() if token.special}
             self.num_ids = max(vocab.values(), default=-1) + 1
             unknown = set(range(self.num_ids)) - set(vocab.values())
         else:
             self._decode = partial(self._hf.decode, clean_up_tokenization_spaces=False)  # it changes earlier text
-            special, unknown = set(self._hf.all_special_ids), set()
+            self.special = dict(zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True))
+            unknown = set()
             self.num_ids = sys.maxsize  # such a tokenizer does not tell which ids are unknown
-        self._without_text = {True: frozenset(unknown | special), False: frozenset(unknown)}
+        self._without_text = {True: frozenset(unknown.union(self.special.values())), False: frozenset(unknown)}
         has_bytes = backend is None or "ByteFallback" in decoder
         self.byte_tokens = {vocab[p]: int(p[3:5], 16) for p in vocab if has_bytes and BYTE_TOKEN.fullmatch(p)}
         self.context = 1 if backend is not None and "ByteLevel" not in decoder else MAX_CHARACTER_BYTES
@@ -70,6 +73,7 @@ class Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.longest_token = max(map(len, vocab), default=1)
         self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
+        self.ids_without_text = cache(self._ids_without_text)
         self.token_text = cache(self._token_text)
         self.token_bytes = cache(self._token_bytes)
 
@@ -85,10 +89,16 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def ids_without_text(self, skip_special_tokens: bool) -> frozenset[int]:
-        """Return the ids below ``num_ids`` that ``decode`` leaves out: unknown ones, and special tokens if they are
-        skipped."""
-        return self._without_text[skip_special_tokens]
+    def _ids_without_text(self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the ids below ``num_ids`` that have no text: unknown ones, and if special tokens are skipped, these
+        without those in ``kept``."""
+        return self._without_text[skip_special_tokens] - kept
+
+    @property
+    def template(self) -> str:
+        """The chat template, all of them if there are several, or "" if there is none."""
+        template = self._hf.chat_template or ""
+        return template if isinstance(template, str) else "".join(map(str, template.values()))
 
     async def chat_text(
         self,

@@ -21,6 +21,11 @@ PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("int8",)
 STANDBY_POLICIES = ("auto", "on", "off")
+AUTO, NO_PARSER = "auto", "none"
+TOOL_CALL_PARSERS = (
+    AUTO, NO_PARSER, "deepseek_v3", "deepseek_v31", "ernie45", "glm45", "hermes", "llama3_json", "qwen3_coder",
+)  # fmt: skip
+REASONING_PARSERS = (AUTO, NO_PARSER, "deepseek_r1", "ernie45", "glm45", "qwen3")
 MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
@@ -145,6 +150,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_reply_logprobs: Annotated[int, _request("of one request: choices x max_tokens x (1 + top)")] = 8 << 20
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
+    tool_call_parser: Annotated[str, _request("format of tool calls; auto: the template's", TOOL_CALL_PARSERS)] = AUTO
+    reasoning_parser: Annotated[str, _request("format of reasoning; auto: the template's", REASONING_PARSERS)] = AUTO
     vllm_pause_mode: Annotated[str, _request("of a pause by a vllm route that names no mode", PAUSE_MODES)] = "abort"
     sglang_pause_mode: Annotated[str, _request("the same for routes of sglang", PAUSE_MODES)] = "abort"
     areal_pause_mode: Annotated[str, _request("the same for routes of areal", PAUSE_MODES)] = "abort"

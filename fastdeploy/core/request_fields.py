@@ -30,7 +30,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         stop_reason "deadline".
     max_queue_s: seconds that it may wait for its first step: reason "abort", stop_reason "queue_timeout".
     session: requests of one session go to one replica of a fleet, which has their common beginning cached. "" = none.
-        An engine ignores it.
+        An engine uses it only to abort all requests of a session.
     stale_ok: the answer may come from older weights than an earlier answer of its session. An engine ignores it.
     retain_s: the request runs on when its client disconnects, and its result is kept for so many seconds after its end.
         A request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.
@@ -80,6 +80,9 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request
         takes its place in the queue by this time. 0 = by its own arrival at the engine.
     adapter: name of the adapter that computes the request; "" = the base model.
+    survives_aborts: the request ends only if it is named: by its id or by its session. To it, a pause of mode abort is
+        one of mode keep, it may arrive during a pause that rejects requests, and an abort of all requests or a reset
+        lets it go on.
     """
 
     request_id: str
@@ -90,6 +93,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     fingerprint: str = ""
     session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     adapter: str = ""
+    survives_aborts: bool = False
 
 
 def check_prompt(ids: Sequence[int], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:

@@ -73,7 +73,7 @@ class AdmissionControl:
         QueueFull or InvalidField."""
         own = self._scopes.find(adapter_scope(add.adapter or None))
         for pause in (self._scopes.whole_pause, own):
-            if pause is not None:
+            if pause is not None and not add.survives_aborts:
                 self._check_pause(pause)
         self._check_queue(add, own.scope if own is not None else self._scopes.whole)
         add.sampling.check()  # one sequence that cannot be computed would fail the whole step

@@ -38,11 +38,17 @@ class EndingCall:
 
     def why(self, request: AddRequest) -> str | None:
         """Return why this call ends a request, in the engines' words; None = the request stays."""
-        adapter = request.adapter
+        adapter, survives = request.adapter, request.survives_aborts
         match self._args:
-            case m.AbortArgs(request_ids=ids, lora_name=name, abort_all=everything):
+            case m.AbortArgs(request_ids=ids, lora_name=name, abort_all=everything, session=session):
                 named = ids is not None and (request.group or request.request_id) in ids
-                return "aborted by request" if named or everything or (name is not None and name == adapter) else None
+                named |= session is not None and session == request.session
+                is_one_of_all = everything or (name is not None and name == adapter)
+                return "aborted by request" if named or (is_one_of_all and not survives) else None
+            case m.UnloadAdapterArgs(lora_name=name) if name == adapter:
+                return f"adapter {name!r} was unloaded, and no replica that still has it runs the request"
+            case _ if survives and not (isinstance(self._args, m.ResetArgs) and adapter):  # a reset unloads adapters
+                return None
             case m.PauseArgs(mode=mode, scope=scope, hold_id=hold_id) if mode.lower() == "abort":
                 is_covered = scope in (WHOLE_ENGINE, adapter_scope(adapter or None))
                 why = "paused" if hold_id is None else f"paused by hold {hold_id!r}"
@@ -51,8 +57,6 @@ class EndingCall:
                 return "paused by hold 'sleep'"
             case m.ResetArgs():
                 return "the trainer starts over (reset)"
-            case m.UnloadAdapterArgs(lora_name=name) if name == adapter:
-                return f"adapter {name!r} was unloaded, and no replica that still has it runs the request"
         return None
 
     def stop_reason(self, request: AddRequest) -> str | None:

@@ -19,7 +19,7 @@ IGNORED = frozenset({
     "parallel_tool_calls", "verbosity", "spaces_between_special_tokens", "stream_interval", "log_metrics",
     # The replica that computes the request: there is only one behind this address.
     "data_parallel_rank", "routed_dp_rank",
-    # No reasoning parser runs here: the text is never split.
+    # Of a chat. A completion is plain text.
     "include_reasoning", "separate_reasoning", "stream_reasoning",
 })  # fmt: skip
 # Opening brackets in one body, those inside of strings included. An empty list costs 50 times as much as a number.

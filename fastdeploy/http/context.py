@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from fastdeploy.client.chat_format.formats import ChatFormat, choose
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
@@ -43,6 +45,12 @@ class ServingContext:
     def pace(self) -> Pace:
         """Return a new Pace, for one reply."""
         return Pace(self.slice_lock)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes reasoning and tool calls in a chat."""
+        template = "" if self.tokenizer is None else self.tokenizer.template
+        return choose(template, self.config.tool_call_parser, self.config.reasoning_parser)
 
     @property
     def max_model_len(self) -> int:

@@ -105,16 +105,17 @@ class PauseStatusArgs(Args, frozen=True):
 
 
 class AbortArgs(Args, frozen=True):
-    """The call that ends requests, with reason "abort" and the tokens that they have. One of the three fields must be
-    given. lora_name: all requests of this adapter. A name that nobody knows has none, and is reported like an unknown
-    id: a trainer may abort before it loads the name for the first time. While a gateway leads, another connection ends
-    only its own requests, by their ids; those of others count as not found.
+    """The call that ends requests, with reason "abort" and the tokens that they have. One of the four fields must be
+    given. session: all requests of this session. lora_name: all requests of this adapter. A name that nobody knows has
+    none, and is reported like an unknown id: a trainer may abort before it loads the name for the first time. While a
+    gateway leads, another connection ends only its own requests, by their ids; those of others count as not found.
 
     Reply: {"aborted": [{"request_id", "output_token_count"}], "not_found": [ids, or the name of the adapter]}."""
 
     request_ids: list[str] | None = None
     abort_all: bool = False
     lora_name: str | None = None
+    session: str | None = None
 
     def needs_leader(self) -> bool:
         """Anyone may end requests of the same connection, by their ids."""

@@ -42,6 +42,26 @@ def test_a_call_ends_the_requests_that_it_would_end_at_an_engine(args, ends_base
         assert (EndingCall(args).why(request) is not None) is ends
 
 
+@pytest.mark.parametrize(
+    ("args", "ends_base", "ends_adapter"),
+    [
+        (m.PauseArgs("abort"), False, False),
+        (m.SleepArgs(mode="abort"), False, False),
+        (m.ResetArgs(), False, True),  # a reset unloads adapters
+        (m.AbortArgs(abort_all=True), False, False),
+        (m.AbortArgs(lora_name="a"), False, False),
+        (m.AbortArgs(request_ids=["x"]), True, True),
+        (m.AbortArgs(session="s"), True, True),
+        (m.AbortArgs(session="t"), False, False),
+        (m.UnloadAdapterArgs("a"), False, True),
+    ],
+)
+def test_a_request_that_survives_aborts_is_ended_by_its_name_or_without_its_adapter(args, ends_base, ends_adapter):
+    for adapter, ends in (("", ends_base), ("a", ends_adapter)):
+        request = AddRequest("x", [1], SamplingParams(), adapter=adapter, session="s", survives_aborts=True)
+        assert (EndingCall(args).why(request) is not None) is ends
+
+
 def test_an_adapter_whose_requests_ended_in_the_gateway_was_found():
     nobody = {"aborted": [], "not_found": ["a"]}  # by the engines
     ending = EndingCall(m.AbortArgs(lora_name="a"))

@@ -158,8 +158,12 @@ class ScopeRegistry:
 
     def abort(self, args: AbortArgs, client: str | None = None) -> dict[str, Any]:
         """End requests. See messages.AbortArgs. client: end requests of this connection only. Raises InvalidField."""
-        if (args.request_ids is not None) + args.abort_all + (args.lora_name is not None) != 1:
-            raise InvalidField("req_ids", "expected exactly one of a list of request ids, abort_all and lora_name")
+        given = (args.request_ids is not None, args.abort_all, args.lora_name is not None, args.session is not None)
+        if sum(given) != 1:
+            why = "expected exactly one of a list of request ids, abort_all, lora_name and session"
+            raise InvalidField("req_ids", why)
+        if args.session is not None:
+            return self._lifecycle.abort_session(args.session)
         if (pause := self.find(adapter_scope(args.lora_name))) is None:
             return {"aborted": [], "not_found": [args.lora_name]}
         return self._lifecycle.abort(args.request_ids, pause.scope, client)

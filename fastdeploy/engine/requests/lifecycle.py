@@ -202,7 +202,7 @@ class RequestLifecycle:
         """End the requests of ``scope`` with these ids, which clients know; None stands for all of them. client: end
         requests of this connection only. Return the report."""
         if request_ids is None:
-            request_ids = [r.group.client_id for r in self.requests if scope.covers(r.scope)]
+            request_ids = [r.group.client_id for r in self.requests if _ends_with_all(r, scope)]
         aborted, not_found = [], []
         for request_id in dict.fromkeys(request_ids):
             live = [r for r in self.requests.known_as(request_id) if r.live and scope.covers(r.scope)]
@@ -216,6 +216,13 @@ class RequestLifecycle:
                 self._abort_one(request, "aborted by request")
         self.hand_over([])  # the final outputs go before the reply
         return {"aborted": aborted, "not_found": not_found}
+
+    def abort_session(self, session: str) -> dict[str, list]:
+        """End the requests of a session. Return the report."""
+        members = [r for r in self.requests if r.group.add.session == session]
+        if not members:
+            return {"aborted": [], "not_found": []}
+        return self.abort([r.group.client_id for r in members], members[0].scope.above or members[0].scope)
 
     def _abort_one(self, request: Request, why: str, stop_reason: str | None = None) -> None:
         message = why if request.num_output_tokens else f"Abort before prefill: {why}"
@@ -250,8 +257,9 @@ class RequestLifecycle:
     # ------------------------------------------------------------------ for pauses
 
     def abort_all(self, message: str, scope: Scope) -> list[str]:
-        """End every live request of ``scope``, also one that has not run yet. Return the ids that clients know."""
-        live = [r for r in self.requests if r.live and scope.covers(r.scope)]
+        """End every live request of ``scope``, also one that has not run yet, unless it survives aborts. Return the ids
+        that clients know."""
+        live = [r for r in self.requests if r.live and _ends_with_all(r, scope)]
         for request in live:
             self._abort_one(request, message)
         return list(dict.fromkeys(r.group.client_id for r in live))
@@ -293,3 +301,8 @@ class RequestLifecycle:
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks
+
+
+def _ends_with_all(request: Request, scope: Scope) -> bool:
+    """Return whether an abort of all requests of ``scope`` ends this one."""
+    return scope.covers(request.scope) and not request.group.add.survives_aborts

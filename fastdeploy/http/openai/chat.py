@@ -13,10 +13,13 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.body import parse_body, read_generation
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import RouteAccess
+from fastdeploy.http.openai.chat_message import ReplyMessages
 from fastdeploy.http.openai.chat_prompt import prepare
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatTokensBody
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
+
+CHARS_PER_WORK = 32  # to parse, in the units of Pace
 
 
 def chat_router(context: ServingContext) -> APIRouter:
@@ -46,6 +49,10 @@ class ChatView(OpenAIReply):
     _body: ChatBody
     kind, event_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, context: ServingContext, generation: Generation, body: ChatBody):
+        super().__init__(context, generation, body)
+        self._messages = ReplyMessages(context, generation, body)
+
     async def body(self) -> dict[str, Any]:
         """Return the reply. A chat has one prompt, so prompt_logprobs are at the top, as in vLLM's replies."""
         body = await super().body()
@@ -57,15 +64,31 @@ class ChatView(OpenAIReply):
         return body
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
-        return {"index": index, "message": message, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
+        message, more = self._messages.whole(index, choice)
+        await self.generation.pace.spend(len(choice.text) // CHARS_PER_WORK)
+        logprobs = await self._logprobs(choice.token_ids, choice.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, **more}
 
     async def events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        shown = {"content": delta.text}
-        if index not in self._seen:
-            shown = {"role": "assistant", "content": delta.text}
+        """Return the event of ``delta``. If it ends an answer with a tool call, the end is an event of its own, since
+        the ``openai`` package looks at finish_reason before it looks at the calls."""
+        shown, more = self._messages.delta(index, delta)
+        delta = delta._replace(finish_reason=self._messages.finish_reason(index, delta.finish_reason))
+        if delta.finish_reason is None or "tool_calls" not in shown:
+            return [await self._chunk(index, delta, shown, more)]
+        end = ChoiceDelta(delta.first + len(delta.token_ids), "", [], [], [], delta.finish_reason)
+        call = await self._chunk(index, delta._replace(finish_reason=None), shown, more)
+        return [call, await self._chunk(index, end, {}, {})]
+
+    async def _chunk(
+        self, index: int, delta: ChoiceDelta, shown: dict[str, Any], more: dict[str, Any]
+    ) -> dict[str, Any]:
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        return [await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+        return await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs, **more})
+
+    async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
+        fields = await super()._identity(index, choice)
+        return fields | {"finish_reason": self._messages.finish_reason(index, choice.finish_reason)}
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """Return OpenAI's list with one entry per token."""

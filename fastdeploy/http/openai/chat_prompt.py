@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
 from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.chat_tools import answer_format, template_calls, template_variables
 from fastdeploy.http.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -28,8 +27,10 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields.n)
-    _check_template(context, body)
-    messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    if body.chat_template is not None and not context.config.trust_request_chat_template:
+        raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
+    answer = answer_format(context, body)
+    messages = [_message(context, i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
     else:
@@ -39,7 +40,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
         limit = ("max_tokens", body.max_tokens)
     sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
     context.check_reply([sampling], [ids], body.request_fields.n)
-    return generation_request(body, "chatcmpl", [ids], [sampling], text_options(context, body), arrived, adapter)
+    text = answer.text_options(context, text_options(context, body))
+    return generation_request(body, "chatcmpl", [ids], [sampling], text, arrived, adapter)
 
 
 async def _rendered(
@@ -52,21 +54,11 @@ async def _rendered(
         messages,
         add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continue_final,
-        variables=body.chat_template_kwargs or {},
+        variables=template_variables(body),
         tools=body.tools or None,
         template=body.chat_template,
     )
     return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
-
-
-def _check_template(context: ServingContext, body: ChatBody) -> None:
-    """Raise InvalidField for tools whose calls would have to be parsed from the answer, and for the template of an
-    untrusted client: a template is a program that may run without end."""
-    if body.tools and body.tool_choice != "none":
-        why = 'this server parses no tool calls; with tool_choice "none" tools are rendered into the prompt'
-        raise InvalidField("tools", why)
-    if body.chat_template is not None and not context.config.trust_request_chat_template:
-        raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
 
 
 def _logprobs_asked(body: ChatBody) -> int | None:
@@ -77,7 +69,7 @@ def _logprobs_asked(body: ChatBody) -> int | None:
     return None
 
 
-def _message(i: int, message: ChatMessage) -> dict[str, Any]:
+def _message(context: ServingContext, i: int, message: ChatMessage) -> dict[str, Any]:
     """Return the message with its content as one string. Text parts are joined, and other parts are refused."""
     content = message.content
     if isinstance(content, list):
@@ -87,18 +79,4 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
-    fields = {**message.model_dump(exclude_none=True), "content": content or ""}
-    if "tool_calls" in fields:
-        fields["tool_calls"] = _with_objects(fields["tool_calls"])
-    return fields
-
-
-def _with_objects(calls: Any) -> Any:
-    """Return tool calls with their arguments as objects, which templates expect. OpenAI's clients send the arguments as
-    JSON in a string. Other values stay unchanged."""
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with contextlib.suppress(InvalidField):
-                function["arguments"] = parse_json(function["arguments"].encode(errors="replace"))
-    return calls
+    return template_calls(context, {**message.model_dump(exclude_none=True), "content": content or ""})

@@ -36,7 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "guided_whitespace_pattern", "image_data", "input_embeds", "input_ids", "json_schema", "kv_transfer_params",
         "logit_bias", "logits_processors", "logprob_token_ids", "lora_id", "lora_name", "lora_path",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
-        "reasoning_effort", "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
+        "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
         "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
         "video_data", "vllm_xargs", "watermark",
     ), EMPTY),
@@ -52,6 +52,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "routed_experts_start_len": (None, 0),
 }  # fmt: skip
 MAX_MESSAGES = 65536
+MAX_TOOLS = 1024
 
 
 class StreamOptions(Body):
@@ -139,13 +140,29 @@ class ChatMessage(BaseModel):
     content: Annotated[Any, described(str | list[TextPart] | None)] = None
 
 
-class ChatBody(GenerationBody):
-    """The body of a chat. tools: the chat template renders them into the prompt. No tool call is parsed from the
-    answer, so ``tools`` needs tool_choice "none". chat_template: used instead of the model's template; needs
-    --trust-request-chat-template."""
+class FunctionName(Body):
+    name: str
 
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+
+class NamedToolChoice(Body):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(GenerationBody):
+    """The body of a chat. tools: the chat template renders them into the prompt. tool_choice: none = calls stay text.
+    parallel_tool_calls: false = the answer ends behind its first call. reasoning_effort: a variable of the chat
+    template; "none" turns thinking off. include_reasoning: false = leave it out. separate_reasoning: false = it is
+    content. chat_template: used instead of the model's template; needs --trust-request-chat-template."""
+
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Any, described(Literal["none", "auto", "required"] | NamedToolChoice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template: str | None = Field(None, min_length=1)
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = None

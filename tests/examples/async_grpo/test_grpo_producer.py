@@ -40,7 +40,7 @@ class Client:
 @pytest.fixture(autouse=True)
 def every_second_answer_is_right(monkeypatch):
     right = itertools.cycle([True, False])
-    monkeypatch.setattr("examples.async_grpo.rollouts.is_correct", lambda problem, text: next(right))
+    monkeypatch.setattr("examples.async_grpo.problems.is_correct", lambda problem, text: next(right))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ CHAT_ERROR_CASES = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools"),
     (CHAT | {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "required"}, "tools"),
     (CHAT | {"tools": ["search"], "tool_choice": "none"}, "tools.0"),
     (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),

@@ -1,0 +1,134 @@
+"""Tools and reasoning of a chat request: the checked fields, what the template gets, and how the answer is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fastdeploy.client.chat_format.call_syntax import Tools
+from fastdeploy.client.chat_format.formats import ChatFormat
+from fastdeploy.client.choice import TextOptions
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import parse_json
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.protocol import ChatBody
+
+MAX_NAME_CHARS = 256
+NO_TOOLS: Tools = {}
+
+
+class AnswerFormat(NamedTuple):
+    """How an answer is read. tools: the functions that it may call. one_call: it ends behind its first call."""
+
+    format: ChatFormat
+    tools: Tools = NO_TOOLS
+    one_call: bool = False
+
+    def text_options(self, context: ServingContext, options: TextOptions) -> TextOptions:
+        """Return ``options`` with markers kept that are special tokens, and a stop at the end of an only call."""
+        calls, stops = self.format.tool_calls, options.stops
+        if self.one_call and calls is not None and calls.closes and options.detokenize:
+            stops = (*stops, calls.closes)
+        special = context.require_tokenizer("messages").special
+        kept = frozenset(special[marker] for marker in self.format.markers if marker in special)
+        return options._replace(stops=stops, kept=kept)
+
+
+def answer_format(context: ServingContext, body: ChatBody) -> AnswerFormat:
+    """Return how the answer to ``body`` is read. Raises InvalidField for tools that cannot be used."""
+    reasoning, calls = context.chat_format
+    if body.separate_reasoning is False:
+        reasoning = None
+    if not body.tools or body.tool_choice == "none":
+        if body.tool_choice not in (None, "none", "auto"):
+            raise InvalidField("tool_choice", "expected tools with it")
+        return AnswerFormat(ChatFormat(reasoning))
+    if calls is None:
+        why = "this model's chat template has no known format of tool calls; the server's --tool-call-parser names one"
+        raise InvalidField("tools", f'{why}. With tool_choice "none" tools are rendered, and calls stay text')
+    tools = functions(body.tools)
+    _check_choice(body.tool_choice, tools)
+    return AnswerFormat(ChatFormat(reasoning, calls), tools, body.parallel_tool_calls is False)
+
+
+def functions(tools: list[dict[str, Any]]) -> Tools:
+    """Return the functions in ``tools``: their names, with the JSON schemas of their arguments. Raises InvalidField."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            raise InvalidField(f"tools.{i}", 'expected {"type": "function", "function": {"name": ...}}')
+        name, schema = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+            raise InvalidField(f"tools.{i}.function.name", f"expected a string of 1 to {MAX_NAME_CHARS} characters")
+        if name in found:
+            raise InvalidField(f"tools.{i}.function.name", f"expected different names, got {name!r} twice")
+        if schema is not None and not isinstance(schema, dict):
+            raise InvalidField(f"tools.{i}.function.parameters", "expected a JSON schema")
+        found[name] = schema or {}
+    return found
+
+
+def _check_choice(choice: Any, tools: Tools) -> None:
+    """Raise InvalidField unless ``choice`` is a tool_choice that this server can keep."""
+    if choice in (None, "auto"):
+        return
+    if choice == "required":
+        raise InvalidField("tool_choice", "not supported by this server; expected auto or none")
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(named, dict):
+        raise InvalidField("tool_choice", 'expected none, auto, required or {"type": "function", "function": ...}')
+    if named.get("name") not in tools:
+        raise InvalidField("tool_choice.function.name", f"expected the name of a tool, got {named.get('name')!r}")
+    raise InvalidField("tool_choice", "not supported by this server; expected auto or none")
+
+
+def template_variables(body: ChatBody) -> dict[str, Any]:
+    """Return the variables of the chat template. A reasoning_effort sets the names that templates have for it, unless
+    the client sets them."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        thinks = body.reasoning_effort != "none"
+        variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    return variables | (body.chat_template_kwargs or {})
+
+
+def template_calls(context: ServingContext, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as the chat template expects it. Clients send the arguments of tool calls as OpenAI does, as
+    JSON in a string; most templates expect objects. Values of other forms stay unchanged. vLLM's name of
+    reasoning_content is "reasoning"."""
+    if isinstance(message.get("reasoning"), str):
+        message.setdefault("reasoning_content", message["reasoning"])
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    form = context.chat_format.tool_calls
+    as_text = form is not None and form.text_arguments
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            function["arguments"] = _arguments(function.get("arguments"), as_text)
+    return message
+
+
+def _arguments(given: Any, as_text: bool) -> Any:
+    if as_text:
+        return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+    if isinstance(given, str):
+        with contextlib.suppress(InvalidField):
+            return parse_json(given.encode(errors="replace"))
+    return given
+
+
+def in_reasoning(context: ServingContext, format: ChatFormat, prompt: list[int]) -> bool:
+    """Return whether the prompt ends inside of reasoning, as the templates of models that always think do."""
+    if format.reasoning is None:
+        return False
+    end = context.require_tokenizer("messages").decode(prompt[-MAX_MARKER_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(format.reasoning.opens)
+
+
+MAX_MARKER_TOKENS = 16  # of a marker that the vocabulary does not have, with white space behind it

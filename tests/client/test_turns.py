@@ -1,0 +1,156 @@
+"""The prompt of a later turn begins with the known ids of the turn before, whatever the chat template does to them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from fastdeploy.client.tokenizer import Tokenizer, _byte_alphabet
+from fastdeploy.client.turns import KnownTurn, extend
+from fastdeploy.core.errors import InvalidField
+
+# As Qwen3: the reasoning of earlier turns is left out, tool calls are written anew, tool results are a user's.
+CHATML = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<start>user\n<result>{{ m.content }}</result>"
+    "{% else %}<start>{{ m.role }}\n"
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\\n' if m.content }}<call>{{ c.function.name }}</call>{% endfor %}"
+    "{% endif %}{% if not (loop.last and continued) %}{{ '<end>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}"
+)
+# As GLM: a turn has no end of its own. The model samples the beginning of the next message, and stops there.
+OPENINGS = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+# As gpt-oss: a turn ends in one way as the last message, and in another way before later messages.
+TWO_ENDS = (
+    "{% for m in messages %}<start>{{ m.role }}<message>{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}<return>{% else %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant{% endif %}"
+)
+# As Llama 3.1: a message with a tool call has no text.
+CALL_ONLY = (
+    "{% for m in messages %}<start>{{ m.role }}\n"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+# Writes a tool call only while its result is not known.
+REWRITTEN = (
+    "{% for m in messages %}{% if m.tool_calls and loop.last %}<start>calls{{ m.tool_calls[0].function.name }}<end>"
+    "{% elif not m.tool_calls %}<start>{{ m.content }}<end>{% endif %}{% endfor %}"
+)
+REFUSING = "{% for m in messages %}{% if m.role == 'evil' %}{{ raise_exception('no evil') }}{% endif %}{% endfor %}"
+SPECIALS = ["<start>", "<end>", "<return>", "<message>", "<user>", "<assistant>", "<tool>", "<bot>", "<eos>"]
+CALL = {"function": {"name": "add", "arguments": "{}"}}
+ASK, MORE = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "more"}
+RESULT = {"role": "tool", "content": "2"}
+
+
+def make(folder, template: str) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = _byte_alphabet()
+    merges = [("m", "o"), ("mo", "r"), ("o", "r")]
+    for pair in merges:
+        vocab["".join(pair)] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(str(folder))
+
+
+def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
+    return [token for text in texts for token in tokenizer.encode_now(text, add_special_tokens=False)]
+
+
+def extended(
+    tokenizer: Tokenizer, turn: list[dict], new: list[dict], known: list[int], **options: Any
+) -> list[int] | None:
+    template = {"add_generation_prompt": True, "continue_final_message": False, "variables": {}} | options
+    ends = ids_of(tokenizer, "<eos><end><return><user><tool>")
+    return asyncio.run(extend(tokenizer, turn + new, KnownTurn(len(turn), known), ends, **template))
+
+
+NEXT = "<start>user\nmore<end>\n<start>assistant\n"
+RESULTED = "<start>user\n<result>2</result><end>\n<start>assistant\n"
+TURNS = {
+    "text": ({"content": "2"}, MORE, NEXT),
+    "text that was sampled in other words": ({"content": "mor", "reasoning_content": "hm"}, MORE, NEXT),
+    "an empty text": ({"content": ""}, MORE, NEXT),
+    "a text like an end": ({"content": "<end>\n<start>user\nmore"}, MORE, NEXT),
+    "a tool call": ({"content": "", "tool_calls": [CALL]}, RESULT, RESULTED),
+    "text and tool calls": ({"content": "so", "tool_calls": [CALL, CALL]}, RESULT, RESULTED),
+    "a tool call without its result": ({"content": "", "tool_calls": [CALL]}, MORE, NEXT),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize(
+    ("sampled", "between"), [(["<end>"], "\n"), ([], "<end>\n"), (["<eos>"], "\n"), (["m", "or"], "<end>\n")],
+    ids=["ended", "cut", "ended by another token", "cut within a word"],
+)  # fmt: skip
+def test_the_known_ids_come_first_and_the_end_of_the_turn_once(tmp_path, name, sampled, between):
+    tokenizer = make(tmp_path, CHATML)
+    message, new, rest = TURNS[name]
+    known = [77, *ids_of(tokenizer, *sampled)]
+    got = extended(tokenizer, [ASK, {"role": "assistant", **message}], [new], known)
+    assert got == known + ids_of(tokenizer, between + rest)
+
+
+def test_the_ids_are_those_of_the_whole_text_if_the_model_sampled_as_the_tokenizer_does(tmp_path):
+    tokenizer = make(tmp_path, CHATML)
+    turn = [ASK, {"role": "assistant", "content": "2"}]
+    known = ids_of(tokenizer, "<start>user\n1+1?<end>\n<start>assistant\n2<end>")
+    whole = asyncio.run(tokenizer.chat_text([*turn, MORE], True, False, {}))
+    assert extended(tokenizer, turn, [MORE], known) == ids_of(tokenizer, whole)
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "rest"),
+    [
+        (OPENINGS, "2<user>", "\nmore<bot>"),
+        (OPENINGS, "2<tool>", "<user>\nmore<bot>"),
+        (OPENINGS, "2", "<user>\nmore<bot>"),
+        (TWO_ENDS, "2<return>", "<start>user<message>more<end><start>assistant"),
+        (TWO_ENDS, "2", "<end><start>user<message>more<end><start>assistant"),
+    ],
+)
+def test_a_template_without_ends_or_with_two_kinds_of_them(tmp_path, template, sampled, rest):
+    tokenizer = make(tmp_path, template)
+    known = ids_of(tokenizer, sampled)
+    got = extended(tokenizer, [ASK, {"role": "assistant", "content": "2"}], [MORE], known)
+    assert got == known + ids_of(tokenizer, rest)
+
+
+def test_a_template_that_writes_a_tool_call_in_place_of_the_text(tmp_path):
+    tokenizer = make(tmp_path, CALL_ONLY)
+    known = ids_of(tokenizer, "add<end>")
+    got = extended(tokenizer, [ASK, {"role": "assistant", "content": "x", "tool_calls": [CALL]}], [RESULT], known)
+    assert got == known + ids_of(tokenizer, "<start>tool\n2<end><start>assistant\n")
+
+
+def test_none_if_the_template_writes_the_turn_in_another_way_once_messages_follow(tmp_path):
+    tokenizer = make(tmp_path, REWRITTEN)
+    turn = [ASK, {"role": "assistant", "content": "x", "tool_calls": [CALL]}]
+    assert extended(tokenizer, turn, [RESULT], [1]) is None
+
+
+def test_a_turn_that_is_continued_is_its_ids_alone(tmp_path):
+    tokenizer = make(tmp_path, CHATML)
+    options = {"add_generation_prompt": False, "variables": {"continued": True}}
+    assert extended(tokenizer, [ASK, {"role": "assistant", "content": "2"}], [], [77, 78], **options) == [77, 78]
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error(tmp_path):
+    tokenizer = make(tmp_path, REFUSING)
+    with pytest.raises(InvalidField, match="no evil"):
+        extended(tokenizer, [ASK, {"role": "assistant", "content": "2"}], [{"role": "evil", "content": ""}], [1])
