@@ -111,7 +111,8 @@ class Generation:
         nudge.
 
         Raises the engine's refusal (RequestError), EngineDead, or EngineError if the engine failed. A choice that
-        ended with an error of OF_ONE_CHOICE has the finish_reason "error", and the others go on: see :meth:`require_an_answer`.
+        ended with an error of OF_ONE_CHOICE has the finish_reason "error", and the others go on: see
+        :meth:`require_an_answer`.
         """
         deltas: list[tuple[int, ChoiceDelta]] = []
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):

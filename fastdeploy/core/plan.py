@@ -120,6 +120,6 @@ class StepResult(msgspec.Struct, frozen=True):
     not finite."""
 
     step_id: int
-    sampled: list[Sampled | NonFinite | NoneAllowed | None]
+    sampled: Sequence[Sampled | NonFinite | NoneAllowed | None]
     elapsed_s: float
     prompt_logprobs: dict[int, list[Logprob] | NonFinite] = {}

@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.
     grammar: the output is a word of this grammar (core/grammar.py), or its beginning if it ends early; "" = any output.
-    EOS and stop ids may be drawn only where the grammar may end, and where it cannot go on, only they may be. The output
+    EOS and stop ids may be drawn only where the grammar may end; where it cannot go on, nothing else may be. The output
     begins behind the prompt without resumed_tokens. min_tokens keeps EOS away as long as the grammar can go on.
     logit_bias: added to the logits of ids, before penalties. allowed_token_ids: no other id may be drawn; None = all.
     bad_words: sequences of ids that may not be drawn; the last id of one is forbidden behind the others in the output.

@@ -37,7 +37,6 @@ class _Rows:
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
         self.biased = [i for i, p in enumerate(params) if p.logit_bias]
-        self.with_bad_words = [i for i, p in enumerate(params) if p.bad_words]
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
         self.has_bans = bool(self.banned_before.any())
         self.temperature = np.array([p.temperature for p in params], np.float64)
@@ -62,16 +61,16 @@ class Sampler:
         self._ops = ops
         self._rows = _Rows([])
 
-    def sample(
-        self, logits: paddle.Tensor, draws: Draws, masks: TokenMasks | None = None
-    ) -> list[Sampled | NonFinite]:
+    def sample(self, logits: paddle.Tensor, draws: Draws, masks: TokenMasks | None = None) -> list[Sampled | NonFinite]:
         """Draw one token from each row of logits [R, V], which may be overwritten. masks: the ids that may be drawn; a
         masked row is not finite if it has no finite logit of such an id. Returns the tokens of each sequence:
         those of its rows up to the first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The
         result is NonFinite if no token can be drawn from the first row of a sequence, or if the logprob there is not a
         number. Such a later row counts as one behind a wrong draft."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
-        banned = _banned(rows, draws, masks)
+        banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
+        if masks is not None:
+            banned = [row for row in banned if row not in masks.rows]  # their masks have the bans
         touched = rows.biased or rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         _apply_biases(logits, draws, rows.biased)
@@ -127,26 +126,6 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
     return rows
 
 
-def _banned(rows: _Rows, draws: Draws, masks: TokenMasks | None) -> dict[int, list[int]]:
-    """Return the banned ids by row: those that would end a request before min_tokens, where no mask does it, and the
-    last ids of bad words."""
-    banned: dict[int, list[int]] = {}
-    if rows.has_bans:
-        early = np.flatnonzero(draws.positions < rows.banned_before)
-        if masks is not None:
-            early = np.setdiff1d(early, masks.rows)
-        banned = {i: list(draws.sequences[i].banned) for i in early.tolist()}
-    for i in rows.with_bad_words:
-        sequence, position = draws.sequences[i], int(draws.positions[i])
-        longest = max(map(len, sequence.sampling.bad_words))
-        start = max(sequence.num_prompt_tokens, position - longest + 1)
-        output = tuple(draws.tokens[draws.numbers[i], start:position].tolist())
-        ends = [word[-1] for word in sequence.sampling.bad_words if output[len(output) - len(word) + 1 :] == word[:-1]]
-        if ends:
-            banned[i] = banned.get(i, []) + ends
-    return banned
-
-
 def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:
     """Add the logit_bias of ``rows`` to the logits, in place."""
     if not rows:
@@ -158,16 +137,15 @@ def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:
     _put(logits, rows, ids, old + added)
 
 
-def apply_penalties_and_bans(
-    logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: dict[int, list[int]]
-) -> None:
+def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: list[int]) -> None:
     """Change the logits in place: penalties in the ``penalised`` rows, bans in the ``banned`` ones."""
     if penalised:
         ids, values = _penalised_entries(logits, draws, penalised)
         _put(logits, penalised, ids, np.concatenate(values))
     if banned:
-        ids = [np.array([t for t in ids if t < logits.shape[1]], np.int64) for ids in banned.values()]
-        _put(logits, list(banned), ids, np.full(sum(map(len, ids)), -np.inf))
+        of_rows = [draws.sequences[i].banned for i in banned]
+        ids = [np.array([t for t in ids if t < logits.shape[1]], np.int64) for ids in of_rows]
+        _put(logits, banned, ids, np.full(sum(map(len, ids)), -np.inf))
 
 
 def _penalised_entries(
@@ -211,7 +189,8 @@ def _logprobs(
     masks: TokenMasks | None,
 ) -> list[Logprob | None]:
     """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with biases, penalties and
-    bans in mode processed, else without. masks: in mode processed. None for a row that is not finite: a ban can hide this from the draw."""
+    bans in mode processed, else without. masks: in mode processed. None for a row that is not finite: a ban can hide
+    this from the draw."""
     params = [sequences[i].sampling for i in rows]
     allowed = {} if masks is None else _allowed_of_rows(masks, rows, logits.shape[1])
     if len(rows) < len(sequences):

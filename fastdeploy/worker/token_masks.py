@@ -1,4 +1,4 @@
-"""Masks of the tokens that may be drawn, for sequences with a grammar or with allowed_token_ids.
+"""Masks of the tokens that may be drawn, for sequences with a grammar, allowed_token_ids or bad_words.
 
 The state of a grammar is a function of the grammar and of the sequence's output. So a sequence that comes back after a
 preemption, a sleep or at another engine needs nothing but its tokens: a new matcher reads them again. The masks of a
@@ -38,6 +38,7 @@ class _State:
         self.num_read = 0
         self.ended = False
         self.why = ""
+        self.longest_bad_word = max(map(len, new.sampling.bad_words), default=0)
         ids = new.sampling.allowed_token_ids
         self.allowed = None if ids is None else _bits(ids, words)
         self.ends, self.banned = _bits(new.ends, words), _bits(new.banned, words)
@@ -57,20 +58,37 @@ class _State:
                 self.why = f"the {self.num_read}th token of the output, {token}, does not follow the grammar"
             self.num_read += 1
         if not self.why and self.matcher.is_error():
-            self.why = f"the grammar cannot be followed: {self.matcher.get_error()}"
+            self.why = f"the grammar cannot be followed: {_error_of(self.matcher)}"
 
 
 class _Row(NamedTuple):
-    """The rows of one sequence in a step: the first one, and one behind each draft. index: of the sequence among those
-    that sample. position: of the token that the
-    first one draws. unread: output tokens that the matcher has not read."""
+    """The rows of one sequence in a step: the first one, and one behind each draft. number: of the sequence among
+    those that sample. position: of the token that the first one draws. unread: output tokens that the matcher has not
+    read. output: the last tokens of the output before the first row, if there are bad words."""
 
     state: _State
-    index: int
+    number: int
     first: int
     position: int
     unread: list[int]
     drafts: list[int]
+    output: list[int]
+
+    def restrict(self, mask: np.ndarray, k: int) -> None:
+        """Take from the mask behind ``k`` drafts the ids that are not in allowed_token_ids, and the last ids of bad
+        words; and, before min_tokens, those that end the request, if others are left."""
+        state = self.state
+        if state.allowed is not None:
+            mask &= state.allowed
+        output = (*self.output, *self.drafts[:k])
+        for word in state.new.sampling.bad_words:
+            before, last = word[:-1], word[-1]
+            if output[len(output) - len(before) :] == before:
+                mask[last // 32] &= ~np.uint32(1 << last % 32)
+        if self.position + k < state.new.banned_before:
+            others = mask & ~state.banned
+            if others.any():
+                mask[:] = others
 
 
 class GrammarCompiler:
@@ -137,7 +155,8 @@ class TokenMaskMaker:
                 tokens = known.tokens[chunk.sequence]
                 unread = tokens[state.new.num_prompt_tokens + state.num_read : end].tolist()
                 drafts = tokens[end : end + chunk.drafted].tolist()
-                rows.append(_Row(state, index, first, end, unread, drafts))
+                output = tokens[max(end - state.longest_bad_word, state.new.num_prompt_tokens) : end].tolist()
+                rows.append(_Row(state, index, first, end, unread, drafts, output))
             first += 1 + chunk.drafted
         if not rows:
             return None
@@ -147,7 +166,7 @@ class TokenMaskMaker:
     def _set(self, number: int, new: NewSequence) -> None:
         self._states.pop(number, None)
         sampling = new.sampling
-        if sampling.grammar or sampling.allowed_token_ids is not None:
+        if sampling.grammar or sampling.allowed_token_ids is not None or sampling.bad_words:
             assert self._grammars is not None or not sampling.grammar, "a grammar for a model without a tokenizer"
             compiled = self._grammars.compiled(sampling.grammar) if self._grammars and sampling.grammar else None
             self._states[number] = _State(new, self._words, compiled)
@@ -160,7 +179,7 @@ class TokenMaskMaker:
         self._follow_grammars(rows, at, bits)
         for row, first in zip(rows, at, strict=True):
             for k in range(1 + len(row.drafts)):
-                _restrict(bits[first + k], row.state, row.position + k)
+                row.restrict(bits[first + k], k)
         of_rows = [np.arange(row.first, row.first + count) for row, count in zip(rows, counts, strict=True)]
         return TokenMasks(np.concatenate(of_rows), bits)
 
@@ -197,7 +216,7 @@ class TokenMaskMaker:
         that is ignored there is nothing but ends."""
         state, end_id = row.state, self._grammars.end_id if self._grammars else 0
         if not state.why and state.matcher is not None and state.matcher.is_error():  # a limit was reached
-            state.why = f"the grammar cannot be followed: {state.matcher.get_error()}"
+            state.why = f"the grammar cannot be followed: {_error_of(state.matcher)}"
         may_end = (masks[:, end_id // 32] >> np.uint32(end_id % 32)) & 1
         masks[:, end_id // 32] &= np.uint32(~(1 << end_id % 32) & 0xFFFFFFFF)
         masks &= ~state.ends
@@ -221,10 +240,10 @@ class PendingMasks:
         """Return what was drawn for each sequence, with the reason for each row whose mask allows no id."""
         masks, result = self.result(), list[Sampled | NonFinite | NoneAllowed](drawn)
         for row, first in zip(self._rows, _firsts(self._rows), strict=True):
-            one = drawn[row.index]
+            one = drawn[row.number]
             if isinstance(one, NonFinite) and not masks.bits[first].any():
-                why = row.state.why or "the grammar, allowed_token_ids and stop ids together allow no token"
-                result[row.index] = NoneAllowed(one.position, why)
+                why = row.state.why or "the grammar, allowed_token_ids and bad_words leave no token"
+                result[row.number] = NoneAllowed(one.position, why)
         return result
 
 
@@ -240,15 +259,8 @@ def _before_end(row: _Row) -> list[int]:
     return next((row.drafts[:k] for k, token in enumerate(row.drafts) if token in ends), row.drafts)
 
 
-def _restrict(mask: np.ndarray, state: _State, position: int) -> None:
-    """Take from a mask the ids that are not in allowed_token_ids; and, before min_tokens, those that end the request,
-    if others are left."""
-    if state.allowed is not None:
-        mask &= state.allowed
-    if position < state.new.banned_before:
-        others = mask & ~state.banned
-        if others.any():
-            mask[:] = others
+def _error_of(matcher: LLMatcher) -> str:
+    return matcher.get_error().removesuffix("<non-verbose/>").strip()
 
 
 def _bits(ids: Sequence[int], words: int) -> np.ndarray:

@@ -42,7 +42,7 @@ def test_repetition_penalty_counts_prompt_and_output_the_others_only_output():
     ]
     draws = draws_of([(ids, 2, params, ()) for params in settings])
     logits = paddle.to_tensor(np.tile(np.array([2.0, -2.0, 1.0, -1.0, 3.0], np.float32), (3, 1)))
-    apply_penalties_and_bans(logits, draws, [0, 2], {})
+    apply_penalties_and_bans(logits, draws, [0, 2], [])
     np.testing.assert_allclose(logits.numpy()[0], [1.0, -4.0, 0.5, -2.0, 3.0])
     np.testing.assert_allclose(logits.numpy()[1], [2.0, -2.0, 1.0, -1.0, 3.0])
     np.testing.assert_allclose(logits.numpy()[2], [2.0, -2.0, 0.0, -1.75, 3.0])

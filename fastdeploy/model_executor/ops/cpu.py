@@ -54,9 +54,9 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     PackedLinear,
     SampleBatch,
-    TokenMasks,
     StageItem,
     StageResult,
+    TokenMasks,
 )
 
 _Handles: TypeAlias = "ctypes.Array[c_void_p]"

@@ -26,9 +26,9 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     PackedLinear,
     SampleBatch,
-    TokenMasks,
     StageItem,
     StageResult,
+    TokenMasks,
 )
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
