@@ -150,8 +150,7 @@ def _find_error(grammar: str) -> tuple[list[str], str]:
             found = False
             for path, part in _parts(schema):
                 looked_at += 1
-                alone = part if path[0] in shared and not place else shared | part
-                if wrong := _error_of(_canonical(json_schema=alone)):
+                if wrong := _error_of(_canonical(json_schema=shared | part)):
                     schema, error, found = part, wrong, True
                     place += path
                     break

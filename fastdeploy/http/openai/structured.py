@@ -75,9 +75,9 @@ async def constraints(context: ServingContext, body: ConstrainedBody, grammar: s
         grammar = await checked(context, field, build)
     if grammar:
         given["grammar"] = grammar
-    if body.logit_bias:
+    if body.logit_bias is not None:
         given["logit_bias"] = biases(body.logit_bias, "logit_bias")
-    if body.bad_words:
+    if body.bad_words is not None:
         given["bad_words"] = await _bad_words(context, body.bad_words)
     return given
 

@@ -116,19 +116,22 @@ def test_numbers_of_numpy_are_numbers():
         SamplingParams(temperature=np.float32(101)).check()
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"return_kept", "logprobs"}))
+@pytest.mark.parametrize(
+    "name", sorted(SAMPLING.keys() - {"return_kept", "logprobs", "grammar", "logit_bias", "bad_words"})
+)
 def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
-    sent = {"stop_token_ids": [5], "logprobs_mode": "temperature", "ignore_eos": True}.get(name, 1)
+    lists = {"stop_token_ids": [5], "allowed_token_ids": [5]}
+    sent = (lists | {"logprobs_mode": "temperature", "ignore_eos": True}).get(name, 1)
     body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)
     taken = given_fields(body, SamplingParams)[name]
-    assert (list(taken) if name == "stop_token_ids" else taken) == sent
+    assert (list(taken) if name in lists else taken) == sent
     assert parse_generate({"token_ids": [1], "sampling_params": {name: sent}})
     sglang = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}.get(name, name)
     for schema in (schema_of(CompletionBody)["properties"], schema_of(SamplingBody)["properties"]):
         assert name in schema or sglang in schema or name == "prompt_logprobs"
 
 
-@pytest.mark.parametrize("name", ["guided_json", "web_search_options"])
+@pytest.mark.parametrize("name", ["web_search_options"])
 def test_an_empty_object_that_asks_for_something_is_refused(name):
     with pytest.raises(InvalidField, match=name):
         parse_body({"prompt": "a", name: {}}, CompletionBody, UNSUPPORTED)

@@ -29,8 +29,8 @@ UNSUPPORTED_HERE = (
 )  # fmt: skip
 # SGLang's names of sampling parameters.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-# Fields of SamplingParams that SGLang has in another form, or not at all.
-OTHERWISE = {"logprobs", "prompt_logprobs", "return_kept", "grammar", "logit_bias", "bad_words", "allowed_token_ids"}
+# Fields of SamplingParams that have another form here, or are none of the client's.
+OTHERWISE = {"logprobs", "prompt_logprobs", "return_kept", "grammar", "logit_bias", "bad_words"}
 # SGLang's fields for grammars, with the kinds of ``structured.builder``.
 KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -291,7 +291,7 @@ async def _constraints(context: ServingContext, params: SamplingBody) -> dict[st
     for name, kind, value in asked:
         field = f"sampling_params.{name}"
         given["grammar"] = await checked(context, field, builder(kind, value, field))
-    if params.logit_bias:
+    if params.logit_bias is not None:
         given["logit_bias"] = biases(params.logit_bias, "sampling_params.logit_bias")
     return given
 
