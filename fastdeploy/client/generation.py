@@ -118,6 +118,7 @@ class Generation:
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):
             i = self._streams[stream]
             for output in stream.read() if not deltas else _read_quietly(stream):
+                output = self._received(stream, output)
                 if delta := await self._feed(i, stream, output):
                     deltas.append((self.n * i + output.choice, delta))
         return deltas
@@ -141,8 +142,16 @@ class Generation:
         if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
-            stream.stop(output.choice)
+            stream.stop(self._sent_choice(stream, output.choice))
         return delta
+
+    def _received(self, stream: RequestStream, output: Output) -> Output:
+        """Return ``output`` with the number of its choice and the positions that its choice has for this caller."""
+        return output
+
+    def _sent_choice(self, stream: RequestStream, choice: int) -> int:
+        """Return the number that a choice has in the request of ``stream``."""
+        return choice
 
 
 def choice_error(choice: Choice) -> FastDeployError:

@@ -3,7 +3,6 @@ only. So the tokens that the model sampled stay what they were, and the tokenize
 
 from __future__ import annotations
 
-import os.path
 import uuid
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -60,34 +59,39 @@ async def _rest(
     reasoning. Where a template does not write the content, as many do beside tool calls, the text is found as the part
     that the conversation up to this turn does not have."""
     whole = await tokenizer.chat_text(messages, **template)
+    alone = template | {"add_generation_prompt": False, "continue_final_message": False}
     mark = f"x{uuid.uuid4().hex}"
     turn = {name: value for name, value in messages[num_messages - 1].items() if name not in REASONING}
     marked = [*messages[: num_messages - 1], turn | {"content": mark}, *messages[num_messages:]]
-    alone = template | {"add_generation_prompt": False, "continue_final_message": False}
+    after = _after(await _taken(tokenizer, marked, template), mark)
+    end = _after(await _taken(tokenizer, marked[:num_messages], alone), mark)
+    rest = None
+    if after is not None and end is not None:
+        has_calls = bool(turn.get("tool_calls"))
+        rest = _behind_shared(tokenizer, after, end, end_ids) if has_calls else _Rest(after, bool(end.strip()))
+    if rest is not None and whole.endswith(rest.text):
+        return rest
+    written = await _taken(tokenizer, messages[:num_messages], alone)
+    return None if written is None else _behind_shared(tokenizer, whole, written, end_ids)
+
+
+async def _taken(tokenizer: Tokenizer, messages: list[Message], template: dict[str, Any]) -> str | None:
+    """Return the text of ``messages``, or None if the template refuses them: some take no text beside tool calls, or
+    no conversation that ends with an assistant's turn."""
     try:
-        after = _after(await tokenizer.chat_text(marked, **template), mark)
-        end = _after(await tokenizer.chat_text(marked[:num_messages], **alone), mark)
-        if after is None or end is None:
-            after, end = whole, await tokenizer.chat_text(messages[:num_messages], **alone)
-        elif not turn.get("tool_calls"):
-            return _checked(whole, _Rest(after, bool(end.strip())))
-    except InvalidField:  # the template takes the conversation, but not a part of it
+        return await tokenizer.chat_text(messages, **template)
+    except InvalidField:
         return None
-    return _checked(whole, _behind_shared(tokenizer, after, end, end_ids))
 
 
-def _after(text: str, mark: str) -> str | None:
-    return text.partition(mark)[2] if text.count(mark) == 1 else None
-
-
-def _checked(whole: str, rest: _Rest | None) -> _Rest | None:
-    return rest if rest is not None and whole.endswith(rest.text) else None
+def _after(text: str | None, mark: str) -> str | None:
+    return text.partition(mark)[2] if text is not None and text.count(mark) == 1 else None
 
 
 def _behind_shared(tokenizer: Tokenizer, after: str, turn: str, end_ids: Collection[int]) -> _Rest | None:
     """Return the rest of ``after`` behind the turn. ``turn`` is the same text without the later messages. None if the
     turn is written in another way when messages follow it."""
-    shared = os.path.commonprefix([after, turn])
+    shared = _common_beginning(after, turn)
     if turn[len(shared) :].strip():
         return None
     written = shared.rstrip()
@@ -95,6 +99,15 @@ def _behind_shared(tokenizer: Tokenizer, after: str, turn: str, end_ids: Collect
         if end and written.endswith(end):
             return _Rest(after[len(written) - len(end) :], True)
     return _Rest(after[len(shared) :], False)
+
+
+def _common_beginning(a: str, b: str) -> str:
+    """Return what both texts begin with. They are compared in large pieces: both may be whole conversations."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a.startswith(b[low:middle], low) else (low, middle - 1)
+    return a[:low]
 
 
 def _num_known(tokenizer: Tokenizer, ids: list[int], last: list[int], end_ids: Collection[int], has_end: bool) -> int:

@@ -49,7 +49,7 @@ class Flag(NamedTuple):
 _http, _request, _access = partial(Flag, "HTTP"), partial(Flag, "requests"), partial(Flag, "access")
 _limit = partial(Flag, "connections, request bodies and uploads")
 _engine, _weight, _adapter = partial(Flag, "engine"), partial(Flag, "weights"), partial(Flag, "adapters")
-_fleet = partial(Flag, "fleet")
+_fleet, _session = partial(Flag, "fleet"), partial(Flag, "sessions of agents")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,6 +147,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_upload_mb: Annotated[int, _limit("MiB a weight upload may have (413)")] = 4096
     max_uploads: Annotated[int, _limit("weight uploads at once; others wait for body_idle_s, then 429")] = 4
 
+    session_dir: Annotated[str, _session("folder of the turns of sessions (one that ends with the server)")] = ""
+    max_sessions_mb: Annotated[int, _session("MiB of sessions; those used least recently are forgotten")] = 1024
+    session_ttl_s: Annotated[float, _session("seconds after its last turn for which a session is kept")] = 21600.0
+
     max_reply_logprobs: Annotated[int, _request("of one request: choices x max_tokens x (1 + top)")] = 8 << 20
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
@@ -179,6 +183,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
+        _require_writable("session_dir", self.session_dir)
         _require_choices(self)
         return self
 

@@ -100,6 +100,10 @@ class ModelNotFound(RequestError, code="model_not_found", status=404):
     """The model that the request names is not served here."""
 
 
+class UnknownSession(RequestError, code="unknown_session", status=404):
+    """There is no session of this name that this key may see."""
+
+
 class AdapterFolderNotFound(ModelNotFound, code="adapter_folder_not_found", status=404):
     """The folder that a load names is not there, or has no adapter in it yet. prime-rl tries again after a 404."""
 
@@ -223,6 +227,10 @@ class ReplicaMisfit(ControlError, code="replica_misfit", status=409):
 class FleetCallFailed(ControlError, code="fleet_call_failed", status=502):
     """A control call failed on some replicas of the fleet and was undone on the others. detail["replicas"]: a report of
     each replica."""
+
+
+class SessionStoreFailed(FastDeployError, code="session_store_failed", status=503):
+    """The file with the turns of sessions cannot be read or written, for example because its disk is full."""
 
 
 class EngineError(FastDeployError, code="engine_error", status=500):

@@ -123,6 +123,8 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
     if args.trace:
         args.trace = os.path.abspath(args.trace)
+    if args.session_dir:
+        args.session_dir = os.path.abspath(args.session_dir)
     if args.adapter_root:
         args.adapter_root = os.path.abspath(args.adapter_root)
     model_roots = tuple(os.path.abspath(root) for root in roots)
@@ -192,7 +194,7 @@ def ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConf
         text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
         raise InvalidField("fleet_key_file", text)
     # The replicas end within stop_s, and have no control port of their own.
-    own = msgspec.structs.replace(serve, control_port=None, shutdown_s=ray.stop_s)
+    own = msgspec.structs.replace(serve, control_port=None, shutdown_s=ray.stop_s, session_dir="")
     return RaySpec(ray, ReplicaSpec(ReplicaConfig(engine, own), threads=max(int(ray.replica_cpus), 1)))
 
 

@@ -152,7 +152,7 @@ class Fleet(ProcessTree):
         engine = msgspec.structs.replace(
             self._engine_config, fleet_endpoint=self._endpoint(name), trace=own_file(self._engine_config.trace, name)
         )
-        serve = msgspec.structs.replace(self._config, host=LOOPBACK, control_port=None)
+        serve = msgspec.structs.replace(self._config, host=LOOPBACK, control_port=None, session_dir="")
         config = ReplicaConfig(engine, with_ports(serve, [listener]))
         args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]
         args += ["--http-fds", str(listener.fileno())]
@@ -185,7 +185,7 @@ class Fleet(ProcessTree):
         if spec is None:
             ends = list(socket.socketpair())
             spec = LocalSpec(ends[1].fileno(), self._folder)
-        config = GatewayConfig(self._config, self._fleet_config, spec)
+        config = GatewayConfig(self._server_config(), self._fleet_config, spec)
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.

@@ -148,6 +148,10 @@ class ProcessTree(ABC):
             ipc_dir.remove(self._folder)
         return self._status
 
+    def _server_config(self) -> ServeConfig:
+        """Return the settings of the processes that serve HTTP. They share the sessions of agents."""
+        return msgspec.structs.replace(self._config, session_dir=self._config.session_dir or self._folder)
+
     def _print_serving(self, what: str) -> None:
         """Tell the user where ``what`` serves."""
         data, *control = map(url_of, self._listeners)

@@ -113,7 +113,7 @@ class Supervisor(ProcessTree):
         return Child(ENGINE, self._engine_module, args, environment=environment, own_session=self._own_sessions)
 
     def _make_server(self, name: str) -> Child:
-        config = ApiServerConfig(self._config, ipc_dir.endpoint(self._folder))
+        config = ApiServerConfig(self._server_config(), ipc_dir.endpoint(self._folder))
         fds = [listener.fileno() for listener in self._listeners]
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         return Child(

@@ -16,7 +16,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import Reader, RequestStream
-from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
+from fastdeploy.client.resubmission import LOST, rest_of
+from fastdeploy.core.errors import DuplicateRequest, EngineDead, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest, part_id
 from fastdeploy.fleet.endings import EndingCall
@@ -24,7 +25,6 @@ from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Route, Seen
 from fastdeploy.inter_communicator.messages import Output
 
-LOST = (EngineDead, EngineStalled)
 REFUSED = (QueueFull, RequestsRejected)
 MIN_S = 0.001  # for a deadline that has just passed: a request takes only times above 0
 MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that ends its engine must not end them all
@@ -80,25 +80,9 @@ class RequestPart:
 
     def _rest_of(self, request: AddRequest) -> AddRequest:
         """Return the request for one choice, with the tokens that it has."""
-        sampling, tokens = request.sampling, self.relay.tokens[self.first]
-        self.base = base = len(tokens)
-        return replace(
-            request,
-            request_id=self.request_id,
-            group=self.relay.client_id,  # so that an abort finds it
-            n=1,
-            first_choice=request.first_choice + self.first,
-            prompt_token_ids=request.prompt_token_ids + tokens,
-            resumed_tokens=request.resumed_tokens + base,
-            retain_s=0.0,  # a result without its beginning is of no use later
-            fingerprint="",
-            sampling=replace(
-                sampling,
-                max_tokens=sampling.max_tokens - base,
-                min_tokens=max(sampling.min_tokens - base, 0),
-                prompt_logprobs=None if base or self.first else sampling.prompt_logprobs,
-            ),
-        )
+        tokens = self.relay.tokens[self.first]
+        self.base = len(tokens)
+        return rest_of(request, self.request_id, self.first, tokens)
 
 
 class Relay:

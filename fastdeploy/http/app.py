@@ -38,6 +38,9 @@ from fastdeploy.http.guards.route_access import AccessPolicy, RouteAccess, Route
 from fastdeploy.http.openai.chat import chat_router
 from fastdeploy.http.openai.completion import completion_router
 from fastdeploy.http.openapi import DescribedApp, page
+from fastdeploy.http.sessions.agents import Agents
+from fastdeploy.http.sessions.routes import sessions_router
+from fastdeploy.http.sessions.store import SessionStore
 from fastdeploy.http.ui.feed import ui_router
 from fastdeploy.http.upload import remove_leftovers
 
@@ -68,6 +71,7 @@ def create_app(
         client.start().add_done_callback(_end_process)
         yield
         await client.close()
+        await store.close()
 
     app = DescribedApp(
         title="FastDeploy",
@@ -81,6 +85,8 @@ def create_app(
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
     context = ServingContext(client, tokenizer, config, uploads)
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
+    store = SessionStore(config.session_dir, config.max_sessions_mb << 20, config.session_ttl_s)
+    routers.insert(2, ("Sessions", sessions_router(Agents(context, store, keys))))
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:
         app.include_router(router, tags=[tag])
@@ -89,7 +95,7 @@ def create_app(
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
-        origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
+        origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)

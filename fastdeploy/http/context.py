@@ -134,6 +134,11 @@ class ServingContext:
         return ids
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The model's EOS tokens."""
+        return tuple(self.client.model_info.get("eos_token_ids", ()))
+
+    @property
     def vocab_size(self) -> int:
         return self.client.model_info.get("vocab_size", 2**31)
 

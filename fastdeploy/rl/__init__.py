@@ -4,6 +4,7 @@ Paddle, except for scoring/, which is a layer of its own.
 client, sync_client   the public classes: RolloutClient, and the same without an event loop
 connection            HTTP with one address; server_state knows whether requests may be sent
 generate              one request until it is finished, over many attempts; continuation joins the attempts
+sessions              sessions of agents with clients of their own, and their rows
 rollout, staleness    the result of a generation, and how old the weights of its tokens are
 holds                 pause and resume, and the renewal of a pause's ttl
 publish               new weights and adapters, and the count of both

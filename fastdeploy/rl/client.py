@@ -27,6 +27,7 @@ from fastdeploy.rl.holds import TTL_S, Hold, Holds, new_hold_id, note_cleanup_fa
 from fastdeploy.rl.publish import Adapters, Publication, Publisher, SessionOptions
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.server_state import ServerState
+from fastdeploy.rl.sessions import AgentSession
 from fastdeploy.rl.staleness import OnStale, is_fresh_enough
 from fastdeploy.rl.state_transfer import NamedTensors
 from fastdeploy.rl.uploads import MemoryVia, SendOptions, Via, adapter_call
@@ -154,6 +155,10 @@ class RolloutClient:
         """Return the token ids of a chat, by the server's chat template. options: further fields of the chat body."""
         await self._state.until_usable(None)
         return (await self._post("chat/completions/render", messages=list(messages), **options))["token_ids"]
+
+    def session(self, name: str | None = None) -> AgentSession:
+        """Return a session for an agent that has a client of its own. name: of the session; None: a new one."""
+        return AgentSession(self.connection, self._control_s, name)
 
     # ------------------------------------------------------------------ pause
 

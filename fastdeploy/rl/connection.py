@@ -24,7 +24,9 @@ SLICE_BYTES = 1 << 20  # of an upload, sent at once: asyncio moves the rest of a
 MAX_LINE_BYTES = 256 << 20  # prompt_logprobs of a long prompt are one line
 MAX_RETRY_AFTER_S = 60.0
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-# These routes take the API key. Every other route takes the control key, and is at the control address.
+SESSIONS = "/v1/sessions/"
+# These routes and those of sessions take the API key. Every other route takes the control key, and is at the control
+# address.
 DATA_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"})
 T = TypeVar("T")
 
@@ -59,10 +61,15 @@ class Connection:
         """Close the connection, which cancels running calls."""
         await self.http.aclose()
 
+    @property
+    def data_key(self) -> str:
+        """The key for data routes; "" = none."""
+        return self._api_key or self._control_key
+
     def _target(self, path: str) -> tuple[str, dict[str, str]]:
         """Return the address and the authorization header of a route. The control key opens the data routes too."""
-        if path in DATA_ROUTES:
-            url, key = self.url + path, self._api_key or self._control_key
+        if path in DATA_ROUTES or path.startswith(SESSIONS):
+            url, key = self.url + path, self.data_key
         else:
             url, key = self.control_url + path, self._control_key or self._api_key
         return url, {"Authorization": f"Bearer {key}"} if key else {}

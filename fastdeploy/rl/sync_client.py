@@ -12,6 +12,7 @@ from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import GenerateOptions, PauseMode, RolloutClient
 from fastdeploy.rl.holds import new_hold_id, note_cleanup_failure
 from fastdeploy.rl.rollout import Rollout
+from fastdeploy.rl.sessions import AgentSession, SessionRow
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,6 +74,10 @@ class SyncRolloutClient:
     reset = _blocking(RolloutClient.reset)
     health = _blocking(RolloutClient.health)
 
+    def session(self, name: str | None = None) -> SyncAgentSession:
+        """See RolloutClient.session."""
+        return SyncAgentSession(self._client.session(name), self._run)
+
     def generate_many(
         self,
         prompts: Sequence[Sequence[int]],
@@ -108,3 +113,31 @@ class SyncRolloutClient:
 
 async def _make_client(url: str, options: Mapping[str, Any]) -> RolloutClient:
     return RolloutClient(url, **options)
+
+
+class SyncAgentSession:
+    """AgentSession with blocking methods. run: runs a coroutine on the client's loop."""
+
+    def __init__(self, session: AgentSession, run: Callable[[Coroutine[Any, Any, Any]], Any]):
+        self._session = session
+        self._run = run
+        self.name, self.api_key = session.name, session.api_key
+        self.openai_url, self.anthropic_url = session.openai_url, session.anthropic_url
+
+    def __enter__(self) -> SyncAgentSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def rows(self) -> list[SessionRow]:
+        """See AgentSession.rows."""
+        return self._run(self._session.rows())
+
+    def abort(self) -> list[dict[str, Any]]:
+        """See AgentSession.abort."""
+        return self._run(self._session.abort())
+
+    def end(self) -> None:
+        """See AgentSession.end."""
+        self._run(self._session.end())

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from fastdeploy.client.tokenizer import Tokenizer, _byte_alphabet
-from fastdeploy.client.turns import KnownTurn, extend
+from fastdeploy.client.turns import KnownTurn, _common_beginning, extend
 from fastdeploy.core.errors import InvalidField
 
 # As Qwen3: the reasoning of earlier turns is left out, tool calls are written anew, tool results are a user's.
@@ -38,6 +38,17 @@ CALL_ONLY = (
     "{% for m in messages %}<start>{{ m.role }}\n"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+# As Mistral: a message has a text or a tool call.
+ONE_OF_BOTH = CALL_ONLY.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.tool_calls and m.content %}{{ raise_exception('two contents') }}{% endif %}",
+)
+# As Gemma 4: the text of a message follows the results of its tool calls, which open with the token that ended it.
+TEXT_LAST = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}<end>{% else %}"
+    "<start>{{ m.role }}\n{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<return>{% endif %}"
+    "{% if not m.tool_calls %}{{ m.content }}<end>{% endif %}{% endif %}{% endfor %}"
 )
 # Writes a tool call only while its result is not known.
 REWRITTEN = (
@@ -131,11 +142,19 @@ def test_a_template_without_ends_or_with_two_kinds_of_them(tmp_path, template, s
     assert got == known + ids_of(tokenizer, rest)
 
 
-def test_a_template_that_writes_a_tool_call_in_place_of_the_text(tmp_path):
-    tokenizer = make(tmp_path, CALL_ONLY)
+@pytest.mark.parametrize(("template", "content"), [(CALL_ONLY, "x"), (ONE_OF_BOTH, "")])
+def test_a_template_that_writes_a_tool_call_in_place_of_the_text(tmp_path, template, content):
+    tokenizer = make(tmp_path, template)
     known = ids_of(tokenizer, "add<end>")
-    got = extended(tokenizer, [ASK, {"role": "assistant", "content": "x", "tool_calls": [CALL]}], [RESULT], known)
+    got = extended(tokenizer, [ASK, {"role": "assistant", "content": content, "tool_calls": [CALL]}], [RESULT], known)
     assert got == known + ids_of(tokenizer, "<start>tool\n2<end><start>assistant\n")
+
+
+def test_a_template_that_writes_the_text_behind_the_results_of_its_tool_calls(tmp_path):
+    tokenizer = make(tmp_path, TEXT_LAST)
+    known = ids_of(tokenizer, "add<return>")
+    got = extended(tokenizer, [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [RESULT], known)
+    assert got == known + ids_of(tokenizer, "2<end>")
 
 
 def test_none_if_the_template_writes_the_turn_in_another_way_once_messages_follow(tmp_path):
@@ -154,3 +173,11 @@ def test_a_conversation_that_the_template_refuses_is_an_error(tmp_path):
     tokenizer = make(tmp_path, REFUSING)
     with pytest.raises(InvalidField, match="no evil"):
         extended(tokenizer, [ASK, {"role": "assistant", "content": "2"}], [{"role": "evil", "content": ""}], [1])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [("", "x", ""), ("abc", "abd", "ab"), ("ab", "abc", "ab"), ("xab", "ab", ""), ("é", "é", "é")],
+)
+def test_what_two_texts_begin_with(a, b, expected):
+    assert _common_beginning(a, b) == _common_beginning(b, a) == expected

@@ -17,7 +17,7 @@ from fastdeploy.http.openapi import schema_of, type_name
 # POST routes that read no field.
 WITHOUT_FIELDS = {
     "/resume", "/areal_pause_generation", "/areal_continue_generation", "/continue_generation", "/flush_cache",
-    "/post_process_weights", "/v1/replicas/add",
+    "/post_process_weights", "/v1/replicas/add", "/v1/sessions/{session}", "/v1/sessions/{session}/abort",
 }  # fmt: skip
 # Routes of features that this server does not have: any body is refused.
 REFUSED = {"/skyrl/v1/generate"}

@@ -163,7 +163,7 @@ def _of_pairs(name: str, pairs: list[tuple[str, str]], tools: Tools) -> Call:
 
 def _as_json(value: str, schema: Any) -> str:
     """Return ``value`` as it is where it is JSON of a type that the schema allows, and else as a string."""
-    kinds = _kinds(schema)
+    kinds = json_types(schema)
     if kinds != {"string"}:
         text = WORDS.get(value.strip(), value.strip())
         kind = JSON_KINDS.get(text[:1], "number")
@@ -173,7 +173,7 @@ def _as_json(value: str, schema: Any) -> str:
     return _encode(value).decode()
 
 
-def _kinds(schema: Any) -> set[str]:
+def json_types(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows. None = any."""
     if not isinstance(schema, dict):
         return set()
@@ -182,7 +182,7 @@ def _kinds(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         for branch in branches if isinstance(branches, list) else ():
-            kinds |= _kinds(branch)
+            kinds |= json_types(branch)
     if not kinds and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
         kinds = {"string"}
     return {"number" if kind == "integer" else kind for kind in kinds}

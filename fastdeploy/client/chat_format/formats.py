@@ -25,14 +25,19 @@ class ReasoningFormat(NamedTuple):
 class ToolCallFormat(NamedTuple):
     """How tool calls are written. opens, closes: markers around one call. closes "" = the end of the answer.
 
-    read: makes calls of the text between the markers, or raises BrokenCall. bare: a call may also begin with "{" at the
-    beginning of the answer, without a marker. dropped: markers around all calls. text_arguments: the chat template
-    wants the arguments of earlier calls as JSON text; other templates want objects.
+    read: makes calls of the text between the markers, or raises BrokenCall. written: that text, with NAME and ARGUMENTS
+    for what differs. argument: how one argument is written, with KEY and VALUE; "" = all of them are a JSON object.
+    between: text between two calls. bare: a call may also begin with "{" at the beginning of the answer, without a
+    marker. dropped: markers around all calls. text_arguments: the chat template wants the arguments of earlier calls as
+    JSON text; other templates want objects.
     """
 
     opens: str
     closes: str
     read: Callable[[str, Tools], list[Call]]
+    written: str
+    argument: str = ""
+    between: str = "\n"
     bare: bool = False
     dropped: tuple[str, ...] = ()
     text_arguments: bool = False
@@ -54,13 +59,39 @@ class ChatFormat(NamedTuple):
 
 
 THINK = ReasoningFormat()
-HERMES = ToolCallFormat("<tool_call>", "</tool_call>", call_syntax.json_call)
-DEEPSEEK = ToolCallFormat(
+HERMES = ToolCallFormat(
+    "<tool_call>", "</tool_call>", call_syntax.json_call, '\n{"name": "NAME", "arguments": ARGUMENTS}\n'
+)
+DEEPSEEK_V3 = ToolCallFormat(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     call_syntax.deepseek_call,
+    "function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```",
     dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     text_arguments=True,
+)
+DEEPSEEK_V31 = DEEPSEEK_V3._replace(written="NAME<｜tool▁sep｜>ARGUMENTS", between="")
+GLM = ToolCallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    call_syntax.glm_call,
+    "NAME\nARGUMENTS",
+    "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+)
+LLAMA = ToolCallFormat(
+    "<|python_tag|>",
+    "",
+    call_syntax.llama_calls,
+    '{"name": "NAME", "parameters": ARGUMENTS}',
+    between="; ",
+    bare=True,
+)
+QWEN_CODER = ToolCallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    call_syntax.qwen_coder_call,
+    "\n<function=NAME>\nARGUMENTS</function>\n",
+    "<parameter=KEY>\nVALUE\n</parameter>\n",
 )
 REASONING: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": THINK,
@@ -69,13 +100,13 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "qwen3": THINK,
 }
 TOOL_CALLS: Mapping[str, ToolCallFormat] = {
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "ernie45": HERMES,
-    "glm45": ToolCallFormat("<tool_call>", "</tool_call>", call_syntax.glm_call),
+    "glm45": GLM,
     "hermes": HERMES,
-    "llama3_json": ToolCallFormat("<|python_tag|>", "", call_syntax.llama_calls, bare=True),
-    "qwen3_coder": ToolCallFormat("<tool_call>", "</tool_call>", call_syntax.qwen_coder_call),
+    "llama3_json": LLAMA,
+    "qwen3_coder": QWEN_CODER,
 }
 # Texts in a chat template that tell its format. The first row whose texts are all there counts.
 TEMPLATE_SIGNS = (

@@ -40,7 +40,7 @@ class ChatParser:
         self._one_call = one_call
         self._state = "reasoning" if in_reasoning and format.reasoning is not None else "content"
         self._held = ""  # text that may become a marker
-        self._gap = ""  # white space that may stand before a marker
+        self._gap: list[str] = []  # white space that may stand before a marker
         self._written = False  # content has begun
         self._reasoning_begun = False
         self._plain = self._state == "content"  # neither reasoning nor a call so far
@@ -66,7 +66,7 @@ class ChatParser:
         if self._state == "call":
             self._end_call("" if finish_reason == "stop" else f"the answer ended with {finish_reason} inside of a call")
         if self._plain:
-            self._content.append(self._gap)
+            self._content += self._gap
         return self._delta()
 
     def _scan(self, new: str) -> None:
@@ -88,11 +88,12 @@ class ChatParser:
         if self._state == "call":
             self._call.append(text)
             return
-        text = self._gap + text
-        body = text.rstrip()
-        self._gap = text[len(body) :]
-        if not body:
+        if not text.strip():
+            self._gap.append(text)
             return
+        text = "".join(self._gap) + text
+        body = text.rstrip()
+        self._gap = [text[len(body) :]]
         if self._state == "reasoning":
             self._reasoning.append(body if self._reasoning_begun else body.lstrip())
             self._reasoning_begun = True
@@ -107,11 +108,11 @@ class ChatParser:
             self._end_call("", marker)
         elif reasoning is not None and self._state == "reasoning":
             if marker == reasoning.closes:
-                self._state, self._gap = "content", ""
+                self._state, self._gap = "content", []
             elif self._reasoning_begun:
                 self._take(marker)
         elif reasoning is not None and marker == reasoning.opens and not self._written and self._plain:
-            self._state, self._gap, self._plain = "reasoning", "", False
+            self._state, self._gap, self._plain = "reasoning", [], False
         elif calls is not None and marker == calls.opens:
             self._state, self._opener, self._call = "call", marker, []
         elif calls is not None and calls.bare and marker == OPEN_OBJECT and not self._written:
@@ -129,7 +130,7 @@ class ChatParser:
             if broken:
                 raise BrokenCall(broken)
             self._add_calls(text)
-            self._gap, self._plain = "", False
+            self._gap, self._plain = [], False
         except BrokenCall as error:
             if self._opener or BARE_CALL.match(text):
                 self._errors.append(str(error))

@@ -125,12 +125,14 @@ def health_router(context: ServingContext) -> APIRouter:
         result = await client.call(m.MetricsArgs())
         return Response(result["text"], media_type="text/plain; version=0.0.4")
 
+    @router.get("/sessions/{session}/v1/models")
     @router.get("/v1/models")
     @RouteAccess.DATA
     async def models() -> Response:
         """List the base model, then the adapters. An adapter is named in requests like a model."""
         return json_response({"object": "list", "data": await cards()})
 
+    @router.get("/sessions/{session}/v1/models/{model_id:text}")
     @router.get("/v1/models/{model_id:text}")
     @RouteAccess.DATA
     async def model(model_id: str) -> Response:

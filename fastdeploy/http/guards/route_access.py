@@ -29,6 +29,7 @@ from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, Route
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
@@ -133,11 +134,15 @@ def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
 
 
 def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key of ``Authorization: Bearer KEY``; None unless there is exactly one Authorization header."""
-    values = [value for name, value in headers if name == b"authorization"]
+    """Return the key of ``Authorization: Bearer KEY``, or of ``X-Api-Key``, which Anthropic's clients send. None unless
+    there is exactly one of these headers."""
+    values = [(name, value) for name, value in headers if name in KEY_HEADERS]
     if len(values) != 1:
         return None
-    scheme, _, key = values[0].strip().partition(b" ")
+    name, value = values[0]
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, key = value.strip().partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else None
 
 

@@ -15,6 +15,8 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.chat_message import ReplyMessages
 from fastdeploy.http.openai.chat_prompt import prepare
+from fastdeploy.http.openai.known_turns import turn_fields
+from fastdeploy.http.openai.meta_info import meta_info
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatTokensBody
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
@@ -63,6 +65,16 @@ class ChatView(OpenAIReply):
             body["prompt_token_ids"] = self._prompt(0)
         return body
 
+    async def choices(self) -> list[dict[str, Any]]:
+        """Add what NeMo-RL reads of a message, with log probabilities and names of tokens; and SGLang's meta_info."""
+        choices, body = await super().choices(), self._body
+        for i, choice in enumerate(choices):
+            if body.logprobs and body.return_tokens_as_token_ids:
+                choice["message"] |= await turn_fields(self.generation, i)
+            if body.return_meta_info:
+                choice["meta_info"] = await meta_info(self.generation, i, bool(body.logprobs))
+        return choices
+
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message, more = self._messages.whole(index, choice)
         await self.generation.pace.spend(len(choice.text) // CHARS_PER_WORK)
@@ -83,8 +95,10 @@ class ChatView(OpenAIReply):
     async def _chunk(
         self, index: int, delta: ChoiceDelta, shown: dict[str, Any], more: dict[str, Any]
     ) -> dict[str, Any]:
+        first = index not in self._seen
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        return await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs, **more})
+        event = await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs, **more})
+        return event | {"prompt_token_ids": self._prompt(0)} if first and self._body.return_token_ids else event
 
     async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
         fields = await super()._identity(index, choice)

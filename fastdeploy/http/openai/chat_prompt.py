@@ -7,9 +7,11 @@ from typing import Any
 
 from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.chat_tools import answer_format, template_calls, template_variables
+from fastdeploy.http.openai.chat_tools import answer_format, template_message, template_variables
+from fastdeploy.http.openai.known_turns import TURN_FIELDS, end_ids, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -21,21 +23,26 @@ from fastdeploy.http.openai.protocol import (
 from fastdeploy.http.openai.structured import constraints
 
 
-async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
-    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound."""
+async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | None = None) -> GenerationRequest:
+    """Check ``body``, and make its prompt. Raises InvalidField or ModelNotFound. known: a turn that the messages begin
+    with. Its ids begin the prompt, unless the chat template does not allow it."""
     arrived = time.time()
-    adapter = context.adapter(body.model)
+    adapter = context.adapter(body.model) or context.adapter(body.lora_path)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields.n)
     if body.chat_template is not None and not context.config.trust_request_chat_template:
         raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
+    if body.return_meta_info and body.stream:
+        raise InvalidField("return_meta_info", "expected false with stream")
     answer = answer_format(context, body)
     messages = [_message(context, i, message) for i, message in enumerate(body.messages)]
     if isinstance(body, ChatTokensBody):
         ids = context.check_prompt(body.tokens, "tokens", "a list of token ids")
+    elif body.input_ids is not None:
+        ids = context.check_prompt(body.input_ids, "input_ids", "a list of token ids")
     else:
-        ids = await _rendered(context, tokenizer, body, messages)
+        ids = await _rendered(context, tokenizer, body, messages, known)
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
@@ -46,20 +53,32 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 
 
 async def _rendered(
-    context: ServingContext, tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]]
+    context: ServingContext,
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    messages: list[dict[str, Any]],
+    known: KnownTurn | None,
 ) -> list[int]:
-    """Apply the chat template and tokenise."""
+    """Apply the chat template and tokenise: only the text after the last turn whose token ids are given or known."""
     continue_final = bool(body.continue_final_message)
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
-    text = await tokenizer.chat_text(
-        messages,
-        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continue_final,
-        variables=template_variables(body),
-        tools=body.tools or None,
-        template=body.chat_template,
-    )
-    return context.check_prompt(await context.encode(text, "messages", bool(body.add_special_tokens)), "messages")
+    opens_turn = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    template: dict[str, Any] = {
+        "add_generation_prompt": opens_turn,
+        "continue_final_message": continue_final,
+        "variables": template_variables(body),
+        "tools": body.tools or None,
+        "template": body.chat_template,
+    }
+    ids = None
+    if given := given_turn(context, body):
+        ids = await extended(context, tokenizer, body, messages, given, template)
+    elif known is not None:
+        ids = await extend(tokenizer, messages, known, end_ids(context, body), **template)
+    if ids is None:
+        text = await tokenizer.chat_text(messages, **template)
+        ids = await context.encode(text, "messages", bool(body.add_special_tokens))
+    return context.check_prompt(ids, "messages")
 
 
 def _logprobs_asked(body: ChatBody) -> int | None:
@@ -80,4 +99,5 @@ def _message(context: ServingContext, i: int, message: ChatMessage) -> dict[str,
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
-    return template_calls(context, {**message.model_dump(exclude_none=True), "content": content or ""})
+    fields = message.model_dump(exclude_none=True, exclude={*TURN_FIELDS})
+    return template_message(context, {**fields, "content": content or ""})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import ChatBody
 
-MAX_NAME_CHARS = 256
+NAME = re.compile(r"[\w.:/-]{1,256}")
+DEVELOPER = "developer"
 NO_TOOLS: Tools = {}
 
 
@@ -62,14 +64,25 @@ def functions(tools: list[dict[str, Any]]) -> Tools:
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
             raise InvalidField(f"tools.{i}", 'expected {"type": "function", "function": {"name": ...}}')
         name, schema = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-            raise InvalidField(f"tools.{i}.function.name", f"expected a string of 1 to {MAX_NAME_CHARS} characters")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise InvalidField(f"tools.{i}.function.name", "expected 1 to 256 letters, digits and characters of _.:/-")
         if name in found:
             raise InvalidField(f"tools.{i}.function.name", f"expected different names, got {name!r} twice")
-        if schema is not None and not isinstance(schema, dict):
-            raise InvalidField(f"tools.{i}.function.parameters", "expected a JSON schema")
+        _check_schema(schema, f"tools.{i}.function.parameters")
         found[name] = schema or {}
     return found
+
+
+def _check_schema(schema: Any, field: str) -> None:
+    """Raise InvalidField unless ``schema`` may be the JSON schema of arguments. None = any arguments."""
+    if schema is None:
+        return
+    if not isinstance(schema, dict):
+        raise InvalidField(field, "expected a JSON schema")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise InvalidField(f"{field}.properties", "expected an object with a JSON schema for each argument")
+    if not isinstance(schema.get("required", []), list):
+        raise InvalidField(f"{field}.required", "expected a list of names")
 
 
 def _check_choice(choice: Any, tools: Tools) -> None:
@@ -96,10 +109,13 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def template_calls(context: ServingContext, message: dict[str, Any]) -> dict[str, Any]:
+def template_message(context: ServingContext, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as the chat template expects it. Clients send the arguments of tool calls as OpenAI does, as
-    JSON in a string; most templates expect objects. Values of other forms stay unchanged. vLLM's name of
-    reasoning_content is "reasoning"."""
+    JSON in a string; most templates expect objects. Values of other forms stay unchanged. OpenAI's role developer is
+    system in most templates, which leave out roles that they do not know. vLLM's name of reasoning_content is
+    "reasoning"."""
+    if message["role"] == DEVELOPER and DEVELOPER not in context.require_tokenizer("messages").template:
+        message["role"] = "system"
     if isinstance(message.get("reasoning"), str):
         message.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")

@@ -22,6 +22,10 @@ from fastdeploy.http.openai.structured import constraints
 from fastdeploy.http.openapi import streams, takes
 
 DEFAULT_MAX_TOKENS = 16  # the default of OpenAI and vLLM
+CHAT_FIELDS = frozenset({
+    "messages", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "required_prefix_token_ids", "top_logprobs", "max_completion_tokens",
+})  # fmt: skip
 IDS_PER_WORK = 16  # token ids that are checked in one unit of Pace
 
 
@@ -31,12 +35,23 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     @RouteAccess.DATA
     async def completions(request: Request) -> Response:
-        body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
+        body = parse_body(without_chat_fields(await read_generation(request)), CompletionBody, UNSUPPORTED)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
 
     return router
+
+
+def without_chat_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose prompt is token ids, without the fields that make the prompt of a chat: rLLM leaves them in
+    the body of a chat's later turns. The limit of a chat, ``max_completion_tokens``, is that of the completion. A body
+    with a text is returned as it is, since its client may expect the text to be rendered."""
+    if not isinstance(data.get("prompt"), list):
+        return data
+    kept = {name: value for name, value in data.items() if name not in CHAT_FIELDS}
+    limit = data.get("max_completion_tokens")
+    return kept | {"max_tokens": limit} if limit is not None else kept
 
 
 async def prepare(context: ServingContext, body: CompletionBody, default_max_tokens: int | None) -> GenerationRequest:

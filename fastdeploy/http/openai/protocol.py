@@ -26,15 +26,14 @@ EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
-        "enable_response_messages", "no_stop_trim", "return_hidden_states", "return_indexer_topk",
-        "return_sampling_mask", "return_cached_tokens_details", "return_prompt_token_ids",
-        "return_meta_info",
+        "enable_response_messages", "return_hidden_states", "return_indexer_topk",
+        "return_sampling_mask", "return_cached_tokens_details", "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
         "audio", "audio_data", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
-        "image_data", "input_embeds", "input_ids", "json_schema", "kv_transfer_params",
-        "logits_processors", "logprob_token_ids", "lora_id", "lora_name", "lora_path",
+        "image_data", "input_embeds", "json_schema", "kv_transfer_params",
+        "logits_processors", "logprob_token_ids", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
         "structural_tag", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
@@ -43,6 +42,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),  # {} asks for a search
     "best_of": (None, 1),
     "chat_template": (None,),
+    "input_ids": (None,),
+    "lora_path": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none"),
@@ -92,9 +93,11 @@ class GenerationBody(CoreFieldsBody, ConstrainedBody):
     stop: str | list[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     detokenize: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     def prompt_logprobs_wanted(self) -> int | None:
@@ -132,11 +135,15 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a chat. ``content`` is text, or a list of text parts. Further fields go to the template."""
+    """A message of a chat. ``content`` is text, or a list of text parts. The token ids are those of an assistant's
+    turn: the next prompt begins with them. Further fields go to the template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
     content: Annotated[Any, described(str | list[TextPart] | None)] = None
+    prompt_token_ids: Annotated[Any, described(list[int])] = None
+    generation_token_ids: Annotated[Any, described(list[int])] = None
+    generation_log_probs: Annotated[Any, described(list[float])] = None
 
 
 class FunctionName(Body):
@@ -154,7 +161,11 @@ class ChatBody(GenerationBody):
     """The body of a chat. tools: the chat template renders them into the prompt. tool_choice: none = calls stay text.
     parallel_tool_calls: false = the answer ends behind its first call. reasoning_effort: a variable of the chat
     template; "none" turns thinking off. include_reasoning: false = leave it out. separate_reasoning: false = it is
-    content. chat_template: used instead of the model's template; needs --trust-request-chat-template."""
+    content. chat_template: used instead of the model's template; needs --trust-request-chat-template.
+
+    input_ids: the prompt; the messages are checked, and not rendered. required_prefix_token_ids: the prompt begins with
+    them, and they end with the last turn of the assistant. lora_path: the name of an adapter. return_meta_info: choices
+    have SGLang's meta_info; not for streams."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, described(Literal["none", "auto", "required"] | NamedToolChoice)] = None
@@ -170,6 +181,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    input_ids: Annotated[Any, described(list[int])] = None
+    required_prefix_token_ids: Annotated[Any, described(list[int])] = None
+    lora_path: str | None = None
+    return_meta_info: bool | None = None
 
 
 class ChatTokensBody(ChatBody):
@@ -206,7 +221,7 @@ def text_options(context: ServingContext, body: GenerationBody, prompt_only: boo
         raise InvalidField("stop", "expected no stop strings with detokenize false: they are looked for in the text")
     return TextOptions(
         stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
         prompt_only=prompt_only,

@@ -91,6 +91,7 @@ class OpenAIReply:
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._continuous_usage = bool(options.continuous_usage_stats)
+        self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
         if context.tokenizer is not None and not body.return_tokens_as_token_ids:
@@ -156,6 +157,7 @@ class OpenAIReply:
             fields["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             fields["token_ids"] = choice.token_ids
+        if self._with_prompt:
             fields["prompt_token_ids"] = self._prompt(index)
         return fields
 
@@ -170,8 +172,8 @@ class OpenAIReply:
             choice["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if index not in self._seen:
-                choice["prompt_token_ids"] = self._prompt(index)
+        if self._with_prompt and index not in self._seen:
+            choice["prompt_token_ids"] = self._prompt(index)
         self._seen.add(index)
         event = self._head(self.event_kind)
         event["choices"] = [choice]

@@ -74,6 +74,8 @@ class EventStream(GenerationResponse):
 
     ``render`` makes the payloads of one delta. ``last`` makes the payloads after the last token."""
 
+    done = DONE
+
     def __init__(
         self,
         generation: Generation,
@@ -97,7 +99,7 @@ class EventStream(GenerationResponse):
                 while not (generation.finished or generation.gone):
                     await self._step(send)
             generation.require_an_answer()
-            await self._send(send, b"".join(map(self._event, self._last())) + DONE, more=False)
+            await self._send(send, b"".join(map(self._event, self._last())) + self.done, more=False)
         except Exception as error:
             if self._started:
                 await self._send(send, self._event(error_body(error)), more=False)

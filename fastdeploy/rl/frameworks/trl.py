@@ -1,20 +1,27 @@
-"""TRL integration: a ``weight_transfer`` of AsyncGRPOTrainer that needs neither NCCL nor a change of TRL.
+"""TRL integrations that need neither NCCL, nor the package vllm, nor a change of TRL.
 
     trainer = AsyncGRPOTrainer(..., weight_transfer=FastDeployWeightTransfer("http://127.0.0.1:8180"))
+    trainer = FastDeployGeneration("http://127.0.0.1:8180").attach(GRPOTrainer(...))
 
-TRL 1.16 calls pause, send_weights, resume around each step (trl/experimental/async_grpo, WeightTransferProtocol).
+TRL 1.16 calls pause, send_weights, resume around each step of AsyncGRPOTrainer (trl/experimental/async_grpo,
+WeightTransferProtocol), and sync_weights and generate in GRPOTrainer (trl/generation, VLLMGeneration).
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, TypeVar
 
 from fastdeploy.rl.holds import note_cleanup_failure
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from fastdeploy.rl.uploads import MemoryVia
+
+Trainer = TypeVar("Trainer")
+# Fields of GRPOConfig and GRPOTrainer that are sampling parameters of the same name here.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class FastDeployWeightTransfer:
@@ -98,3 +105,67 @@ class FastDeployWeightTransfer:
             self.init_weight_transfer()
         assert self._client is not None
         return self._client
+
+
+class FastDeployGeneration:
+    """The ``vllm_generation`` of GRPOTrainer and of the trainers that are made of it: a server or a fleet samples the
+    completions, and gets the trainer's weights before the first completion of each step.
+
+    label: as for FastDeployWeightTransfer. timeout_s: limit of one batch of completions. client: further options of
+    RolloutClient. publications: the publications so far, in the main process.
+
+    Each process of the trainer asks for its own completions, with log probabilities of the distribution that was
+    sampled from (``processed``), which TRL's importance sampling correction expects. A completion that the server
+    aborts is continued. The model must be a whole one: the names of PEFT's tensors are not those of the server.
+    """
+
+    def __init__(self, url: str, *, label: str = "trl-", timeout_s: float = 1800.0, **client: Any):
+        self._client = SyncRolloutClient(url, **client)
+        self._label, self._timeout_s = label, timeout_s
+        self._trainer: Any = None
+        self.publications: list[Publication] = []
+
+    def attach(self, trainer: Trainer) -> Trainer:
+        """Let ``trainer``, which was made with use_vllm=False, sample here. Raises ValueError for a PEFT model."""
+        given: Any = trainer
+        if hasattr(given.accelerator.unwrap_model(given.model), "merge_adapter"):
+            raise ValueError(
+                "expected a whole model; AsyncGRPOTrainer sends adapters without any class of this project"
+            )
+        self._trainer = given
+        given.use_vllm, given.vllm_mode, given.vllm_generation, given._last_loaded_step = True, "server", self, -1
+        return trainer
+
+    def sync_weights(self) -> None:
+        """Publish the trainer's weights. All processes call this, since each may hold a part of them."""
+        accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            names = [name for name, _ in accelerator.unwrap_model(model).named_parameters()]  # tied weights once
+            version = f"{self._label}{len(self.publications)}"
+            self.publications.append(self._client.publish({name: state[name] for name in names}, version))
+        accelerator.wait_for_everyone()
+
+    def generate(
+        self, prompts: Sequence[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """Return the prompts, a completion of each, and its log probabilities, each in a list of its own. ``prompts``
+        has each prompt ``num_generations`` times."""
+        if images is not None and any(images):
+            raise ValueError("expected no images: this server's models read text")
+        with profiler or nullcontext():
+            rollouts = self._client.generate_many(prompts, self._params(), timeout_s=self._timeout_s)
+        logprobs = [[[logprob] for logprob in rollout.logprobs or ()] for rollout in rollouts]
+        return list(prompts), [rollout.token_ids for rollout in rollouts], logprobs, None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _params(self) -> dict[str, Any]:
+        trainer, args = self._trainer, self._trainer.args
+        params = {name: getattr(trainer, name) for name in SAMPLING}
+        params |= {"max_tokens": trainer.max_completion_length, "logprobs_mode": "processed"}
+        if args.vllm_structured_outputs_regex is not None:
+            params["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+        return params | (args.generation_kwargs or {})

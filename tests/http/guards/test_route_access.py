@@ -33,9 +33,13 @@ WATCH_PATHS = ("/ui/events",)
 DATA_PATHS = (
     "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
-    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
+    "/model_info", "/server_info", "/sessions/{session}/v1/chat/completions", "/sessions/{session}/v1/completions",
+    "/sessions/{session}/v1/messages", "/sessions/{session}/v1/messages/count_tokens", "/sessions/{session}/v1/models",
+    "/sessions/{session}/v1/models/{model_id:text}", "/skyrl/v1/generate", "/tokenize", "/v1/adapters",
+    "/v1/chat/completions",
     "/v1/chat/completions/render", "/v1/chat/completions/tokens", "/v1/completions", "/v1/is_paused", "/v1/loads",
-    "/v1/models", "/v1/models/{model_id:text}", "/v1/replicas", "/v1/replicas/targets", "/weight_info",
+    "/v1/models", "/v1/models/{model_id:text}", "/v1/replicas", "/v1/replicas/targets", "/v1/sessions",
+    "/v1/sessions/{session}", "/v1/sessions/{session}/abort", "/weight_info",
 )  # fmt: skip
 CONTROL_PATHS = (
     "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",

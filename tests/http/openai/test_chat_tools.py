@@ -165,6 +165,11 @@ def test_messages_of_earlier_turns_and_reasoning_effort_reach_the_template(serve
     assert tokenizer.decode(ids) == "highx[r]{'a': 1}"
 
 
+def test_instructions_of_the_developer_are_those_of_the_system(served, tokenizer):
+    body = {"messages": [{"role": "developer", "content": "so"}], "chat_template": "{{ messages[0].role }}"}
+    assert tokenizer.decode(served.post("/v1/chat/completions/render", **body).json()["token_ids"]) == "system"
+
+
 def test_templates_of_deepseek_get_arguments_as_text(make_stack, tokenizer):
     stack = make_stack(tool_call_parser="deepseek_v3", trust_request_chat_template=True)
     calls = [{"function": {"name": "add", "arguments": a}} for a in ('{"a":  1}', {"a": 1}, None)]

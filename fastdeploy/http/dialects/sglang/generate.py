@@ -24,6 +24,7 @@ from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
 from fastdeploy.http.guards.route_access import RouteAccess
+from fastdeploy.http.openai.meta_info import finish_reason
 from fastdeploy.http.openai.reply import weight_versions
 from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
@@ -33,8 +34,6 @@ from fastdeploy.inter_communicator import messages as m
 # 64 MiB is 400 tokens of a vocabulary of 42,000 that top_p does not cut. A usual top_p leaves tens to hundreds of ids.
 MAX_KEPT_BYTES = 64 << 20
 KEPT = "sampling_params.custom_params.return_top_p_token_ids"
-# AReaL recognises an abort without tokens by this beginning of the message.
-BEFORE_PREFILL = "Abort before prefill"
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
@@ -224,22 +223,3 @@ def kept_ids(entries: list[Logprob]) -> dict[str, str]:
         "top_p_token_ids": base64.b64encode(b"".join(entry.kept for entry in entries)).decode(),
         "top_p_token_offsets": base64.b64encode(struct.pack(f"<{len(offsets)}i", *offsets)).decode(),
     }
-
-
-def finish_reason(choice: Choice) -> dict[str, Any] | None:
-    """Return SGLang's finish_reason, which is None until the choice has ended."""
-    match choice.finish_reason:
-        case None:
-            return None
-        case "stop":
-            matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
-            return {"type": "stop", "matched": matched}
-        case "length":
-            return {"type": "length", "length": len(choice.token_ids)}
-        case "error":  # SGLang's form. The status keeps clients from resuming this as an abort.
-            error = {"status_code": 500, "err_type": "InternalServerError"}
-            return {"type": "abort", "message": choice.message, **error}
-    message = choice.message or "Aborted"
-    if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
-        message = f"{BEFORE_PREFILL}: {message}"
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -1,0 +1,1 @@
+"""Sessions that remember: turns of agents with the token ids that were sampled."""

@@ -1,0 +1,100 @@
+"""Grammars of answers that must call tools: llguidance takes what the model may write, and the parser reads it."""
+
+from __future__ import annotations
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from fastdeploy.client.chat_format.formats import REASONING, TOOL_CALLS, ChatFormat
+from fastdeploy.client.chat_format.parser import ChatParser
+from fastdeploy.client.chat_format.tool_grammar import tool_grammar
+from support.tiny_tokenizer import save_tokenizer
+
+TOOLS = {
+    "add": {
+        "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/N"}},
+        "required": ["a"],
+        "$defs": {"N": {"type": "number"}},
+    },
+    "write": {
+        "type": "object",
+        "properties": {"VALUE": {"type": "string"}, "mode": {"type": "string", "enum": ["x", "y"]}},
+        "required": ["VALUE", "mode"],
+    },
+    "ARGUMENTS": {},
+}
+JSON = ('{"a": 1, "b": 1.5}', '{"VALUE": "\\n<", "mode": "x"}', "{}")
+XML = ({"a": "1", "b": "1.5"}, {"VALUE": "\n<", "mode": "x"}, {})
+
+
+def answers() -> dict[str, str]:
+    """Return an answer in each format that calls every function once, as the format says that it is written."""
+    made = {}
+    for name, format in TOOL_CALLS.items():
+        calls = []
+        for function, as_json, pairs in zip(TOOLS, JSON, XML, strict=True):
+            parts = [format.argument.replace("KEY", key).replace("VALUE", value) for key, value in pairs.items()]
+            if format.argument and "VALUE" in pairs:
+                parts[0] = format.argument.replace("VALUE", "\n<").replace("KEY", "VALUE")
+            arguments = "".join(parts) if format.argument else as_json
+            before, _, after = format.written.partition("ARGUMENTS")
+            opens = "" if format.bare else format.opens
+            calls.append(opens + before.replace("NAME", function) + arguments + after + format.closes)
+        first, last = format.dropped or ("", "")
+        made[name] = first + format.between.join(calls) + last
+    return made
+
+
+ANSWERS = answers()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """Return ``make(special)``: a tokenizer with these special tokens, for us and for llguidance."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+
+    def make(special: tuple[str, ...]) -> tuple[Tokenizer, LLTokenizer]:
+        backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend.add_special_tokens([AddedToken(text, special=True) for text in special])
+        return backend, LLTokenizer(backend.to_str())
+
+    return make
+
+
+def takes(vocabulary, format: ChatFormat, text: str, special: tuple[str, ...] = (), **options) -> bool:
+    """Return whether ``text`` is a whole answer of the grammar."""
+    backend, for_grammar = vocabulary(special)
+    ids = {marker: backend.token_to_id(marker) for marker in special}
+    matcher = LLMatcher(for_grammar, tool_grammar(format, TOOLS, ids, **options))
+    assert not matcher.get_error()
+    tokens = backend.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_what_the_grammar_takes_the_parser_reads(vocabulary, name, special):
+    format = ChatFormat(REASONING["qwen3"], TOOL_CALLS[name])
+    markers = format.markers if special else ()
+    for reasoning in ("", "<think>\nso\n</think>\n\n"):
+        text = reasoning + ANSWERS[name]
+        assert takes(vocabulary, format, text, markers)
+        parser = ChatParser(format, TOOLS)
+        calls = parser.feed(text).calls + parser.finish("stop").calls
+        assert calls == tuple(zip(TOOLS, ('{"a": 1, "b": 1.5}', JSON[1], "{}"), strict=True))
+
+
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_the_grammar_takes_nothing_else(vocabulary, name):
+    format, answer = ChatFormat(None, TOOL_CALLS[name]), ANSWERS[name]
+    wrong = [answer.replace("add", "sub"), answer.replace("x", "z"), "so" + answer, "<think></think>" + answer, ""]
+    assert [text for text in wrong if takes(vocabulary, format, text)] == []
+    assert not takes(vocabulary, format, answer, one_call=True)
+
+
+def test_a_prompt_that_ends_in_reasoning(vocabulary):
+    format, answer = ChatFormat(REASONING["qwen3"], TOOL_CALLS["hermes"]), ANSWERS["hermes"]
+    assert takes(vocabulary, format, f"so\n</think>\n\n{answer}", in_reasoning=True)
+    assert not takes(vocabulary, format, answer, in_reasoning=True)
