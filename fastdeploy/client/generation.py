@@ -156,7 +156,7 @@ class Generation:
 
 def choice_error(choice: Choice) -> FastDeployError:
     """Return the error that a choice with finish_reason "error" ended with."""
-    return OF_ONE_CHOICE[choice.stop_reason](choice.message)
+    return OF_ONE_CHOICE.get(choice.stop_reason, EngineError)(choice.message)
 
 
 def _read_quietly(stream: RequestStream) -> list[Output]:
