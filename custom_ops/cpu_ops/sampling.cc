@@ -149,7 +149,8 @@ int64_t collect(const Row& row, float floor, float ceiling, Candidate* out) {
   for (int64_t i = 0; i < row.x.n; i += 16) {
     int count;
     const Floats16 logits = row.x.at(i, &count);
-    Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits) & ((1u << count) - 1) & row.x.allowed_lanes(i);
+    Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits) & ((1u << count) - 1) &
+                  row.x.allowed_lanes(i);
     for (; inside != 0; inside &= inside - 1) {
       const int64_t id = i + __builtin_ctz(inside);
       out[found++] = {row.x.x[id], static_cast<int32_t>(id)};
