@@ -33,7 +33,8 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
 from fastdeploy.model_executor.models.interface import Model
-from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
+from fastdeploy.model_executor.ops.interface import Ops
+from fastdeploy.model_executor.ops.vocabulary import SampleBatch
 from fastdeploy.scheduler.ngram_drafter import NgramDrafter
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler

@@ -25,7 +25,8 @@ import paddle
 
 from benchmarks.lib.roofline import Machine, Shape
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache, SampleBatch
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache
+from fastdeploy.model_executor.ops.vocabulary import LogprobBatch, SampleBatch
 
 Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
 BLOCK = 16
@@ -218,7 +219,8 @@ def report_others(ops: CpuOps, repeats: int) -> None:
         "sample 8 rows, temperature 1": sample_call(ops, 8, 1.0, 0, 1.0),
         "sample 8 rows, top_k 50, top_p 0.9": sample_call(ops, 8, 1.0, 50, 0.9),
         "sample 8 rows, top_p 0.95": sample_call(ops, 8, 1.0, 0, 0.95),
-        "logprobs of 8 rows, top 5": lambda: ops.logprobs(logits, np.zeros(8, np.int32), 5),
+        "logprobs of 8 rows, top 5": lambda: ops.logprobs(logits, LogprobBatch(np.zeros(8, np.int32), 5)),
+        "logprobs of 8 rows, top 256": lambda: ops.logprobs(logits, LogprobBatch(np.zeros(8, np.int32), 256)),
     }
     timings = measure(calls, repeats)
     for name, timing in timings.items():

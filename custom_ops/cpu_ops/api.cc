@@ -189,16 +189,17 @@ int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, i
   return guarded([&] { *count = make_tasks({*b, *s, c, nullptr, nullptr}).count; });
 }
 
-// allowed: null, or for each row null or the bits of the ids that may be drawn.
+// allowed: null, or for each row null or the bits of the ids that may be drawn. cutoff_logits may be null; see
+// fd::LogprobArgs for what a cutoff is.
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
               const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,
-              int32_t* out) {
-  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, allowed, out);
+              int32_t* out, float* cutoff_logits, int32_t* cutoff_ids) {
+  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, allowed, out, cutoff_logits,
+                   cutoff_ids);
 }
 
-int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen,
-                float* top_values, int32_t* top_ids) {
-  return FD_VECTOR(logprobs, logits, rows, vocab, ids, top, chosen, top_values, top_ids);
+int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const fd::LogprobArgs* args) {
+  return FD_VECTOR(logprobs, logits, rows, vocab, *args);
 }
 
 // The read probe needs avx512, the probe of the peak avx512_bf16, the others amx.

@@ -165,16 +165,32 @@ FD_DECLARE_KERNELS(avx512_bf16)  // bfloat16 only
 FD_DECLARE_KERNELS(amx)          // bfloat16 only
 #undef FD_DECLARE_KERNELS
 
-#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                            \
-  namespace isa {                                                                                                 \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                     \
-  void quantize_tile(const Weight& w, int64_t tile);                                                              \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
-  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,   \
-              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,      \
-              int32_t* out);                                                                                      \
-  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen, \
-                float* top_values, int32_t* top_ids);                                                             \
+// Arguments of logprobs. A cutoff is the last token that counts, best first and the lower id first among equal logits.
+// temperature, cutoff_logits and other_ends may be null. other_ends: the end of each row's part of other_ids.
+struct LogprobArgs {
+  const int32_t* ids;
+  const float* temperature;
+  const float* cutoff_logits;
+  const int32_t* cutoff_ids;
+  const int32_t* other_ids;
+  const int64_t* other_ends;
+  int64_t top;
+  float* chosen;
+  int32_t* ranks;
+  float* top_values;
+  int32_t* top_ids;
+  float* other_values;
+};
+
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                          \
+  namespace isa {                                                                                               \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                   \
+  void quantize_tile(const Weight& w, int64_t tile);                                                            \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                       \
+  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
+              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,    \
+              int32_t* out, float* cutoff_logits, int32_t* cutoff_ids);                                         \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                        \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)

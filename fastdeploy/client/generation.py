@@ -20,6 +20,8 @@ OF_ONE_CHOICE: dict[int | str | None, type[FastDeployError]] = {
     error.code: error for error in (NonFiniteLogits, NoTokenAllowed)
 }
 TOKENS_AT_ONCE = 128  # of one choice
+# Bytes of the sampling masks of one request: 100 to 1,000 per token with a usual top_p, up to a vocabulary without.
+MAX_MASK_BYTES = 64 << 20
 WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
 
@@ -62,6 +64,7 @@ class Generation:
         self.cached_tokens = [0] * len(self.prompts)
         self._client = client
         self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
+        self._mask_bytes = 0
         self._reader = Reader(for_tokens)
 
     async def __aenter__(self) -> Generation:
@@ -110,9 +113,9 @@ class Generation:
         """Wait for new tokens. Return the number of each choice that has grown, with what was added. Empty after a
         nudge.
 
-        Raises the engine's refusal (RequestError), EngineDead, or EngineError if the engine failed. A choice that
-        ended with an error of OF_ONE_CHOICE has the finish_reason "error", and the others go on: see
-        :meth:`require_an_answer`.
+        Raises InvalidField for masks that are too large, the engine's refusal (RequestError), EngineDead, or
+        EngineError if the engine failed. A choice that ended with an error of OF_ONE_CHOICE has the finish_reason
+        "error", and the others go on: see :meth:`require_an_answer`.
         """
         deltas: list[tuple[int, ChoiceDelta]] = []
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):
@@ -137,6 +140,10 @@ class Generation:
         if choice.finish_reason is not None:  # a stop string ended the choice while the output was in flight
             return None
         delta = choice.feed(output)
+        self._mask_bytes += sum(len(entry.mask_ids) + len(entry.mask_logprobs) for entry in delta.logprobs)
+        if self._mask_bytes > MAX_MASK_BYTES:
+            limit = f"more than {MAX_MASK_BYTES >> 20} MiB of sampling masks in one request"
+            raise InvalidField("return_sampling_mask", f"{limit}: lower top_k, top_p or max_tokens")
         if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
             self.cached_tokens[i] = output.cached_tokens
         if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:

@@ -153,6 +153,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     max_reply_logprobs: Annotated[int, _request("of one request: choices x max_tokens x (1 + top)")] = 8 << 20
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
+    return_sampling_mask: Annotated[bool, _request("vllm's route tells the ids that each token was drawn from")] = False
+    return_sampling_mask_logprobs: Annotated[bool, _request("and their log probabilities")] = False
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
     tool_call_parser: Annotated[str, _request("format of tool calls; auto: the template's", TOOL_CALL_PARSERS)] = AUTO
     reasoning_parser: Annotated[str, _request("format of reasoning; auto: the template's", REASONING_PARSERS)] = AUTO
@@ -181,6 +183,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         require_positive_numbers(self, but=("port", "control_port"))
         ttl_s = self.dialect_hold_ttl_s
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
+        masked = self.return_sampling_mask or not self.return_sampling_mask_logprobs
+        field = "return_sampling_mask_logprobs"
+        _require(field, masked, "--return-sampling-mask with it", self.return_sampling_mask_logprobs)
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
         _require_writable("session_dir", self.session_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -49,11 +50,40 @@ def clip_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     ]
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A log probability in the mode that the request asked for. top: (token id, logprob), best first, as many as asked
-    for. kept: with SamplingParams.return_kept, the ids that top_k, top_p and min_p left to draw from, ascending, as
-    little-endian int32; for greedy, the drawn id. Empty if none of the three is in use."""
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A log probability in the mode that the request asked for.
+
+    rank: 1 + number of tokens that are more probable. top_ids, top_logprobs: as many of the best tokens as asked for,
+    best first; with SamplingParams.logprob_token_ids, these ids instead. mask_ids: with
+    SamplingParams.return_sampling_mask, the ids that top_k, top_p and min_p left to draw from, ascending; for greedy,
+    the drawn id; empty if none of the three is in use. mask_logprobs: theirs, with
+    SamplingParams.return_sampling_mask_logprobs. Ids are little-endian int32, log probabilities float32: a pair has 8
+    bytes here, and 100 as Python objects."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    kept: bytes = b""
+    rank: int = 1
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    mask_ids: bytes = b""
+    mask_logprobs: bytes = b""
+
+    @classmethod
+    def of(cls, logprob: float, top: Sequence[tuple[int, float]] = (), rank: int = 1) -> Logprob:
+        """Return an entry whose best tokens are given as pairs (id, logprob)."""
+        ids, logprobs = [token for token, _ in top], [value for _, value in top]
+        return cls(logprob, rank, array("i", ids).tobytes(), array("f", logprobs).tobytes())
+
+    @property
+    def num_top(self) -> int:
+        """Number of entries in ``top``."""
+        return len(self.top_ids) // 4
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The pairs (id, logprob), made anew at each call."""
+        return list(zip(memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f"), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return len(self.top_ids) + len(self.top_logprobs) + len(self.mask_ids) + len(self.mask_logprobs)

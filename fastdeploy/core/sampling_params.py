@@ -13,10 +13,10 @@ from msgspec import Meta
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.grammar import MAX_GRAMMAR_CHARS
 
-MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 100  # TRL asks for so many
-# In all prompts of a request, with the entries of the prompts' own tokens. Each takes 50 to 100 bytes of a JSON reply.
-MAX_PROMPT_LOGPROB_ENTRIES = 2**19
+MAX_LOGPROBS = 1024  # of one position; teachers ask for 64 to 256
+# In all prompts of a request, with the entries of the prompts' own tokens: 16 MiB in the engine, and 50 to 100 bytes of
+# a JSON reply each.
+MAX_PROMPT_LOGPROB_ENTRIES = 2**21
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
 NO_SEED = -1  # of clients, as in vLLM: a seed is chosen for them
@@ -38,8 +38,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
     processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
     (greedy: after penalties and bans). processed returns fewer than k if fewer tokens can be drawn.
-    return_kept: return the ids that each token was drawn from (Logprob.kept). Needs logprobs in mode processed, which
-    are normalised over these ids.
+    logprob_token_ids: return the logprobs of these ids at each position, instead of the best tokens. At the positions
+    of the prompt too if prompt_logprobs is 0.
+    return_sampling_mask: return the ids that each token was drawn from (Logprob.mask_ids). Needs logprobs in mode
+    processed, which are normalised over these ids. return_sampling_mask_logprobs: and their logprobs.
     seed: fixes the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.
@@ -63,9 +65,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description=TOP)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_PROMPT_LOGPROBS, description=PROMPT_TOP)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description=PROMPT_TOP)] | None = None
     logprobs_mode: LogprobsMode = "raw"
-    return_kept: bool = False
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+    return_sampling_mask: bool = False
+    return_sampling_mask_logprobs: bool = False
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=1024)] = ()
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=65536)] | None = None
@@ -76,8 +80,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         check_limits(self, SamplingParams)
         if self.min_tokens > self.max_tokens:
             raise InvalidField("min_tokens", f"expected an integer from 0 to max_tokens, got {self.min_tokens}")
-        if self.return_kept and (self.logprobs is None or self.logprobs_mode != "processed"):
-            raise InvalidField("return_kept", "expected logprobs in mode processed with it")
+        if self.return_sampling_mask and (self.logprobs is None or self.logprobs_mode != "processed"):
+            raise InvalidField("return_sampling_mask", "expected logprobs in mode processed with it")
+        if self.return_sampling_mask_logprobs and not self.return_sampling_mask:
+            raise InvalidField("return_sampling_mask_logprobs", "expected return_sampling_mask with it")
+        if self.logprob_token_ids and self.logprobs:
+            raise InvalidField("logprob_token_ids", f"expected logprobs 0 with it, got {self.logprobs}")
         return self
 
     def seeded(self) -> SamplingParams:
@@ -93,6 +101,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", biased), ("bad_words", bad),
                            ("allowed_token_ids", self.allowed_token_ids or ())):  # fmt: skip
             check_vocabulary(ids, vocab_size, field)
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether top_k, top_p, min_p or a mask may leave less than the whole vocabulary to draw from."""
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0
+        return self.temperature > 0 and (filtered or self.is_masked)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask forbids some tokens."""
+        return bool(self.grammar or self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def has_penalties(self) -> bool:

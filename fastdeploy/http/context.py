@@ -18,7 +18,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidField, ModelNotFound
-from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prompt, check_room
+from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prompt, check_room, check_vocabulary
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
@@ -157,12 +157,21 @@ class ServingContext:
         if least > 0 and (max_tokens is None or least <= max_tokens):
             check_room(prompt_tokens, least, self.max_model_len, min_field)
         fields = {"logprobs_mode": self.config.logprobs_mode, **given}
+        if given.get("return_sampling_mask"):
+            fields["logprobs_mode"] = given.get("logprobs_mode", "processed")
+        if given.get("logprob_token_ids") or given.get("return_sampling_mask"):
+            fields["logprobs"] = 0 if given.get("logprob_token_ids") else given.get("logprobs") or 0
+            check_vocabulary(given.get("logprob_token_ids", ()), self.vocab_size, "logprob_token_ids")
         fields["max_tokens"] = left if max_tokens is None else min(max_tokens, left)
         if fields.get("top_k") == -1:
             fields["top_k"] = 0
         if fields.get("seed") == NO_SEED:
             fields["seed"] = None
-        return SamplingParams(**fields).check()
+        params = SamplingParams(**fields).check()
+        if params.return_sampling_mask and not (params.limits_tokens or params.temperature == 0):
+            expected = "expected top_k, top_p or min_p with it: any token of the vocabulary can be drawn"
+            raise InvalidField("return_sampling_mask", expected)
+        return params
 
     def stop_strings(self, stop: str | list[str] | None, field: str) -> tuple[str, ...]:
         """Return the stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long, or

@@ -23,12 +23,14 @@ from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
+from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
-from fastdeploy.worker.sampler import Sampler, token_logprobs
+from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
 from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
+from fastdeploy.worker.token_logprobs import Wanted, ids_of, token_logprobs
 from fastdeploy.worker.token_masks import TokenMaskMaker
 from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 
@@ -333,7 +335,8 @@ class ModelRunner:
         """Return the logprobs that the chunk asks for, or the first row that is not finite. hidden: row ``first`` is
         that of the chunk's first token. adapters: of the rows that are asked for. Logits are computed in slices of
         rows: those of a whole prompt may be larger than the model."""
-        count, top = chunk.prompt_logprobs, self._sequences.known(chunk.sequence).sampling.prompt_logprobs or 0
+        count, params = chunk.prompt_logprobs, self._sequences.known(chunk.sequence).sampling
+        wanted = Wanted(params.prompt_logprobs) if params.prompt_logprobs else Wanted(ids=ids_of(params))
         targets = self._sequences.tokens[chunk.sequence, chunk.start + 1 : chunk.start + 1 + count]
         weights, found = self.weights, list[Logprob]()
         assert weights is not None
@@ -341,7 +344,7 @@ class ModelRunner:
             end = min(at + LOGITS_ROWS, count)
             of_slice = picked(adapters, slice(at, end))
             logits = self.model.logits(weights, hidden[first + at : first + end], of_slice)
-            for logprob in token_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
+            for logprob in token_logprobs(self.ops, logits, LogprobBatch(targets[at:end]), [wanted] * (end - at)):
                 if logprob is None:
                     return NonFinite(chunk.start + 1 + len(found))
                 found.append(logprob)

@@ -11,7 +11,7 @@ Logprobs are of one of three distributions, per row:
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -19,13 +19,13 @@ import paddle
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.model_executor.ops.interface import Ops, SampleBatch, TokenMasks
+from fastdeploy.model_executor.ops.interface import Ops
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenMasks
 from fastdeploy.worker.sequences import Draws
+from fastdeploy.worker.token_logprobs import divisors, token_logprobs, wanted_of
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
-NUCLEUS_GUESS = 256  # top_p sorts this number of best tokens first; if they do not suffice, 8 times as many
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64
-MIN_TEMPERATURE = 1e-30  # a division by a smaller temperature overflows float32
 
 
 class _Rows:
@@ -54,6 +54,19 @@ class _Rows:
         return SampleBatch(self.temperature, self.top_k, self.top_p, self.min_p, random)
 
 
+class Draw(NamedTuple):
+    """Rows of logits [R, V], the tokens [R] that were drawn, and what the draws were cut off to, if it is known."""
+
+    logits: paddle.Tensor
+    token_ids: np.ndarray
+    cutoff: Cutoff | None
+
+    def picked(self, rows: list[int]) -> Draw:
+        """Return these rows alone."""
+        logits = paddle.index_select(self.logits, paddle.to_tensor(rows))
+        return Draw(logits, self.token_ids[rows], self.cutoff.picked(rows) if self.cutoff is not None else None)
+
+
 class Sampler:
     """The sampler, which draws the tokens of each step."""
 
@@ -62,11 +75,11 @@ class Sampler:
         self._rows = _Rows([])
 
     def sample(self, logits: paddle.Tensor, draws: Draws, masks: TokenMasks | None = None) -> list[Sampled | NonFinite]:
-        """Draw one token from each row of logits [R, V], which may be overwritten. masks: the ids that may be drawn; a
-        masked row is not finite if it has no finite logit of such an id. Returns the tokens of each sequence:
-        those of its rows up to the first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The
-        result is NonFinite if no token can be drawn from the first row of a sequence, or if the logprob there is not a
-        number. Such a later row counts as one behind a wrong draft."""
+        """Draw one token from each row of logits [R, V], which may be overwritten. masks: the ids that may be drawn;
+        the others count as ids with the logit -inf. Returns the tokens of each sequence: those of its rows up to the
+        first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The result is NonFinite if no
+        token can be drawn from the first row of a sequence, or if the logprob there is not a number. Such a later row
+        counts as one behind a wrong draft."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
         banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
         if masks is not None:
@@ -75,7 +88,8 @@ class Sampler:
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         _apply_biases(logits, draws, rows.biased)
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
-        token_ids = self._ops.sample(logits, rows.sample_batch(positions), masks)
+        cutoff = Cutoff.empty(len(positions)) if PROCESSED in rows.by_mode else None
+        token_ids = self._ops.sample(logits, rows.sample_batch(positions), cutoff, masks)
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -83,9 +97,10 @@ class Sampler:
         reached = draws.reached(token_ids)
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
-            of_mode = logits if mode == PROCESSED else raw
-            of_rows = masks if mode == PROCESSED else None
-            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn, of_rows) if drawn else []
+            draw = Draw(raw, token_ids, cutoff)
+            if mode == PROCESSED:
+                draw = Draw(logits if masks is None else _masked(logits, masks), token_ids, cutoff)
+            logprobs = _logprobs(self._ops, mode, draw, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled([token], [logprob])
@@ -124,6 +139,10 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
             as_raw = p.logprobs_mode == TEMPERATURE and p.temperature in (0.0, 1.0)
             rows.setdefault(RAW if as_raw else p.logprobs_mode, []).append(i)
     return rows
+
+
+def _masked(logits: paddle.Tensor, masks: TokenMasks) -> paddle.Tensor:
+    return paddle.to_tensor(masks.applied(logits.numpy()))
 
 
 def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:
@@ -179,117 +198,18 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
     paddle.index_put_(logits, (row, column), paddle.to_tensor(values.astype(np.float32)))
 
 
-def _logprobs(
-    ops: Ops,
-    mode: str,
-    logits: paddle.Tensor,
-    token_ids: np.ndarray,
-    sequences: list[NewSequence],
-    rows: list[int],
-    masks: TokenMasks | None,
-) -> list[Logprob | None]:
-    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with biases, penalties and
-    bans in mode processed, else without. masks: in mode processed. None for a row that is not finite: a ban can hide
-    this from the draw."""
+def _logprobs(ops: Ops, mode: str, draw: Draw, sequences: list[NewSequence], rows: list[int]) -> list[Logprob | None]:
+    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. None for a row that is not finite:
+    a ban can hide this from the draw."""
     params = [sequences[i].sampling for i in rows]
-    allowed = {} if masks is None else _allowed_of_rows(masks, rows, logits.shape[1])
     if len(rows) < len(sequences):
-        logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
-    kept = _kept_of_rows(logits, params, token_ids, allowed) if mode == PROCESSED else {}
-    if mode != RAW:
-        temperatures = [p.temperature if p.temperature else 1.0 for p in params]
-        logits = at_temperature(_masked(logits, allowed), temperatures)
-        logits = _masked(logits, kept)
-    found = token_logprobs(ops, logits, token_ids, [p.logprobs or 0 for p in params])
-    for i, p in enumerate(params):
-        one = found[i]
-        if one is not None and p.return_kept and (i in kept or p.temperature == 0.0):
-            ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
-            found[i] = Logprob(one.logprob, one.top, ids.astype("<i4").tobytes())
-    return found
-
-
-def token_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob | None]:
-    """Return the log softmax of each row of logits [S, V] at its token [S], and at the ``top`` [S] best tokens without
-    those of probability 0. None for a row that is not finite."""
-    chosen, best, best_ids = ops.logprobs(logits, token_ids, min(max(top), logits.shape[1]))
-    result: list[Logprob | None] = []
-    for value, ids, values, k in zip(chosen.tolist(), best_ids.tolist(), best.tolist(), top, strict=True):
-        pairs = zip(ids[:k], values[:k], strict=True)
-        kept = tuple((token, logprob) for token, logprob in pairs if logprob > -np.inf)
-        result.append(None if math.isnan(value) else Logprob(value, kept))
-    return result
-
-
-def at_temperature(logits: paddle.Tensor, temperatures: list[float]) -> paddle.Tensor:
-    """Return (logits - largest logit) / temperature of each row, for logits [S, V] and temperatures [S] above 0."""
-    divisors = np.array([[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures], np.float32)
-    return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
-
-
-def _allowed_of_rows(masks: TokenMasks, rows: list[int], vocab: int) -> dict[int, np.ndarray]:
-    """Return the masks of ``rows``, bool [V], by index in ``rows``. Rows without a mask are absent."""
-    indices = {row: index for index, row in enumerate(masks.rows.tolist())}
-    return {i: masks.allowed(indices[row], vocab) for i, row in enumerate(rows) if row in indices}
-
-
-def _kept_of_rows(
-    logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray, allowed: dict[int, np.ndarray]
-) -> dict[int, np.ndarray]:
-    """Return the tokens that top_k, top_p and min_p leave of the allowed ones, bool [V], by row. Rows that use none of
-    the three are absent."""
-    kept = {}
-    for i, p in enumerate(params):
-        if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
-            row = logits[i].numpy()
-            kept[i] = _kept(np.where(allowed[i], row, np.float32(-np.inf)) if i in allowed else row, p)
-            kept[i][token_ids[i]] = True  # the op drew it, although sums here may differ in the last place
-    return kept
-
-
-def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor:
-    """Return ``scaled`` with -inf where ``kept`` is False."""
-    if not kept:
-        return scaled
-    values = scaled.numpy()
-    for i, row in kept.items():
-        values[i, ~row] = -np.inf
-    return paddle.to_tensor(values)
-
-
-def _kept(row: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Return the tokens that ``Ops.sample`` draws from, bool [V]. row: logits, float32 [V]."""
-    divisor = max(params.temperature, MIN_TEMPERATURE)
-    weights = np.exp((row.astype(np.float64) - row.max()) / divisor)
-    kept = weights >= params.min_p * weights.max() if params.min_p else np.ones(len(row), bool)
-    if (0 < params.top_k < len(row)) or params.top_p < 1.0:
-        inside = np.zeros(len(row), bool)
-        inside[_nucleus(row, weights, params)] = True
-        kept &= inside
-    return kept
-
-
-def _nucleus(row: np.ndarray, weights: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Return the ids of the smallest set of best tokens, of the top_k best, whose share reaches top_p."""
-    limit = params.top_k or len(row)
-    guess = NUCLEUS_GUESS
-    total = weights[_best_first(row, limit)].sum() if limit < len(row) else weights.sum()
-    while True:
-        order = _best_first(row, min(guess, limit))
-        mass = np.cumsum(weights[order])
-        if params.top_p < 1.0 and mass[-1] >= params.top_p * total:
-            return order[: int(np.searchsorted(mass, params.top_p * total)) + 1]
-        if len(order) >= min(limit, len(row)):
-            return order
-        guess *= 8
-
-
-def _best_first(row: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the ``count`` largest logits, largest first, the lower id first among equals."""
-    if count >= len(row):
-        return np.argsort(-row, kind="stable")
-    among = np.flatnonzero(row >= np.partition(row, -count)[-count])
-    return among[np.argsort(-row[among], kind="stable")][:count]
+        draw = draw.picked(rows)
+    batch = LogprobBatch(
+        draw.token_ids,
+        temperature=None if mode == RAW else divisors(p.temperature for p in params),
+        cutoff=draw.cutoff if mode == PROCESSED else None,
+    )
+    return token_logprobs(ops, draw.logits, batch, wanted_of(params, draw.logits, draw.cutoff, draw.token_ids))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fastdeploy.core.grammar import PARSER_LIMITS, compiling_thread
 from fastdeploy.core.plan import NewSequence, NoneAllowed, NonFinite, Sampled, ScheduledChunk
-from fastdeploy.model_executor.ops.interface import TokenMasks
+from fastdeploy.model_executor.ops.vocabulary import TokenMasks
 from fastdeploy.worker.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class TokenMaskMaker:
     def _set(self, number: int, new: NewSequence) -> None:
         self._states.pop(number, None)
         sampling = new.sampling
-        if sampling.grammar or sampling.allowed_token_ids is not None or sampling.bad_words:
+        if sampling.is_masked:
             assert self._grammars is not None or not sampling.grammar, "a grammar for a model without a tokenizer"
             compiled = self._grammars.compiled(sampling.grammar) if self._grammars and sampling.grammar else None
             self._states[number] = _State(new, self._words, compiled)

@@ -34,7 +34,7 @@ ADAPTER = "a"
 ASKED: list[tuple[list[int], dict, str]] = [
     (SHARED, {"temperature": 0.0, "logprobs": 3}, ""),
     (SHARED, {"logprobs": 0, "ignore_eos": True, "max_tokens": 50}, ""),
-    (SHARED[:16], {"top_p": 0.8, "logprobs": 2, "logprobs_mode": "processed", "return_kept": True}, ""),
+    (SHARED[:16], {"top_p": 0.8, "logprobs": 2, "logprobs_mode": "processed", "return_sampling_mask": True}, ""),
     (SHARED + [7, 8], {"top_k": 9, "repetition_penalty": 1.4, "logprobs": 1, "logprobs_mode": "temperature",
                        "temperature": 1.6}, ""),
     (prompt(40, 211), {"presence_penalty": 0.9, "frequency_penalty": 0.6, "logprobs": 1, "temperature": 0.7}, ""),

@@ -23,8 +23,10 @@ def sent(message: m.ToClient) -> m.ToClient:
         ),
         (m.Rejected("r", m.Failure("c", "\ud800 é")), m.Rejected("r", m.Failure("c", "? é"))),
         (
-            m.Outputs([m.Output("r", 0, [5], [Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="\ud800")]),
-            m.Outputs([m.Output("r", 0, [5], [Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="?")]),
+            m.Outputs(
+                [m.Output("r", 0, [5], [Logprob.of(-1.0, ((7, -2.0),))], finish_reason="abort", message="\ud800")]
+            ),
+            m.Outputs([m.Output("r", 0, [5], [Logprob.of(-1.0, ((7, -2.0),))], finish_reason="abort", message="?")]),
         ),
     ],
 )

@@ -164,7 +164,7 @@ def reply_with(token_ids: list[int], finish_reason: str = "length", version: str
 
 def one_output(request: AddRequest, choice: int, ids: list[int], start: int, version: str = "v1") -> m.Output:
     top = request.sampling.logprobs
-    entry = None if top is None else Logprob(-0.5, tuple((i, -float(i + 1)) for i in range(top)))
+    entry = None if top is None else Logprob.of(-0.5, tuple((i, -float(i + 1)) for i in range(top)))
     return m.Output(
         request_id=request.request_id,
         choice=choice,

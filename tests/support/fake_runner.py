@@ -311,7 +311,7 @@ class FakeRunner:
             if self._spoiled(known.tokens[: position + 1]):
                 return NonFinite(position + 1)
         asked = known.tokens[chunk.start + 1 :][: chunk.prompt_logprobs]
-        return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
+        return [Logprob.of(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
 
     def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
         size, tokens, blocks, key = self.info.block_size, known.tokens, known.blocks, known.new.key

@@ -23,7 +23,7 @@ KINDS = ["right", "wrong", "then wrong", "random", "mixed"]
 SETTINGS = [
     {"temperature": 0.0, "logprobs": 3},
     {"logprobs": 0},
-    {"temperature": 0.7, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "return_kept": True},
+    {"temperature": 0.7, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "return_sampling_mask": True},
     {"top_k": 5, "repetition_penalty": 1.3, "logprobs": 1, "logprobs_mode": "temperature", "temperature": 1.5},
     {"presence_penalty": 0.5, "frequency_penalty": 0.7, "logprobs": 1, "logprobs_mode": "processed"},
     {"min_p": 0.05},
@@ -141,9 +141,9 @@ def test_logprobs_are_computed_for_the_rows_that_give_a_token_only(mode):
     class Counting(ReferenceOps):
         rows = 0
 
-        def logprobs(self, logits, token_ids, top):
-            self.rows += len(token_ids)
-            return super().logprobs(logits, token_ids, top)
+        def logprobs(self, logits, batch):
+            self.rows += len(batch.token_ids)
+            return super().logprobs(logits, batch)
 
     ops = Counting("float32")
     of = draws([[0, 3, 4], [0, 1]], [3, 2], logprobs=1, logprobs_mode=mode)

@@ -115,11 +115,11 @@ def test_tokens_that_cannot_be_drawn_are_not_among_the_top_logprobs(make_runner)
 
 
 def kept_ids(sequence: Sequence) -> list[list[int]]:
-    return [np.frombuffer(entry.kept, "<i4").tolist() for entry in sequence.logprobs]
+    return [np.frombuffer(entry.mask_ids, "<i4").tolist() for entry in sequence.logprobs]
 
 
 def test_the_kept_ids_are_those_that_the_processed_logprobs_are_over(make_runner):
-    common = {"logprobs_mode": "processed", "return_kept": True, "max_tokens": 8}
+    common = {"logprobs_mode": "processed", "return_sampling_mask": True, "max_tokens": 8}
     asked = [
         SamplingParams(top_k=12, top_p=0.9, temperature=1.2, seed=1, logprobs=20, **common),
         SamplingParams(min_p=0.3, seed=2, logprobs=20, **common),

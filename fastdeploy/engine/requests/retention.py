@@ -37,8 +37,8 @@ DETACHED = ""  # the client of a detached request
 RETRY_AFTER_S = 1
 MIN_PRUNE = 256
 # Bytes that CPython allocates (tracemalloc, Python 3.11): for a token id and its list slot, for a Logprob and its list
-# slot, for each of its ``top`` entries, and for a choice without any token.
-TOKEN_BYTES, LOGPROB_BYTES, TOP_BYTES, CHOICE_BYTES = 40, 80, 128, 1024
+# slot without the bytes in its arrays, and for a choice without any token.
+TOKEN_BYTES, LOGPROB_BYTES, CHOICE_BYTES = 40, 240, 1024
 RECORD = struct.Struct("<16sdd")  # key, retain_s, until
 MIN_RECORDS = 4096  # in a file that is written anew
 
@@ -331,7 +331,7 @@ class Retention:
 
 def _nbytes(output: Output) -> int:
     logprobs = [*output.logprobs, *output.prompt_logprobs]
-    return len(output.token_ids) * TOKEN_BYTES + sum(LOGPROB_BYTES + len(x.top) * TOP_BYTES for x in logprobs)
+    return len(output.token_ids) * TOKEN_BYTES + sum(LOGPROB_BYTES + x.nbytes for x in logprobs)
 
 
 def check_retainable(add: AddRequest) -> None:

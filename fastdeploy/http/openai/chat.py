@@ -106,7 +106,7 @@ class ChatView(OpenAIReply):
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """Return OpenAI's list with one entry per token."""
-        if not self._body.logprobs:
+        if not self._body.logprobs and not self._asks_ids:
             return None
         pairs = zip(ids, logprobs, strict=True)
         content = await self.generation.pace.array(map(self._token, pairs), work_of(logprobs))

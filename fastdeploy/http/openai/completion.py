@@ -134,7 +134,7 @@ class CompletionView(OpenAIReply):
             prompt = self._prompt(index)
             text = await self._prompt_text(index // self.generation.n) + text
             ids, entries = prompt + ids, self._prompt_entries(index) + entries
-        if self._body.logprobs is None:
+        if self._body.logprobs is None and not self._asks_ids:
             return {"text": text, "logprobs": None}, offset
         arrays, end = await self._arrays(ids, entries, offset)
         return {"text": text, "logprobs": arrays}, end

@@ -27,13 +27,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
         "enable_response_messages", "return_hidden_states", "return_indexer_topk",
-        "return_sampling_mask", "return_cached_tokens_details", "return_meta_info",
+        "return_cached_tokens_details", "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
         "audio", "audio_data", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
-        "image_data", "input_embeds", "json_schema", "kv_transfer_params",
-        "logits_processors", "logprob_token_ids", "lora_id", "lora_name",
+        "image_data", "input_embeds", "json_schema", "kv_transfer_params", "logits_processors", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
         "structural_tag", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
@@ -72,7 +71,7 @@ else:
         "CoreFieldsBody",
         __base__=Body,
         **body_fields(RequestFields),
-        **body_fields(SamplingParams, without={"logprobs", "return_kept", "grammar", "logit_bias", "bad_words"}),
+        **body_fields(SamplingParams, without={"logprobs", "grammar", "logit_bias", "bad_words"}),
     )
 
 

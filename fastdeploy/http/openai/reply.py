@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, count, repeat
 from typing import Any
 
 import msgspec
 
 from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation, choice_error
+from fastdeploy.client.pace import Pace
 from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.http.body import given_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
 from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions
@@ -75,7 +78,24 @@ class ChosenToken(TokenLogprob, frozen=True):
 def work_of(entries: Iterable[Logprob | None]) -> int:
     """Return the units of Pace that one of ``entries`` costs."""
     first = next((entry for entry in entries if entry is not None), None)
-    return 1 if first is None else 1 + len(first.top)
+    return 1 if first is None else 1 + first.num_top
+
+
+async def mask_ids(pace: Pace, entries: list[Logprob]) -> msgspec.Raw:
+    """Return the JSON array of the ids that each token was drawn from."""
+    rows = (memoryview(entry.mask_ids).cast("i").tolist() for entry in entries)
+    return await pace.array(rows, mask_work(entries))
+
+
+async def mask_logprobs(pace: Pace, entries: list[Logprob]) -> msgspec.Raw:
+    """Return the JSON array of the logprobs of these ids."""
+    rows = (memoryview(entry.mask_logprobs).cast("f").tolist() for entry in entries)
+    return await pace.array(rows, mask_work(entries))
+
+
+def mask_work(entries: list[Logprob]) -> int:
+    """Return the units of Pace that the mask of one of ``entries`` costs, on average."""
+    return 1 + sum(len(entry.mask_ids) for entry in entries) // (4 * len(entries) or 1)
 
 
 class OpenAIReply:
@@ -91,6 +111,10 @@ class OpenAIReply:
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._continuous_usage = bool(options.continuous_usage_stats)
+        asked = given_fields(body, SamplingParams)
+        self._asks_ids = bool(asked.get("logprob_token_ids"))
+        self._asks_mask = bool(asked.get("return_sampling_mask"))
+        self._asks_mask_logprobs = bool(asked.get("return_sampling_mask_logprobs"))
         self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
@@ -159,7 +183,7 @@ class OpenAIReply:
             fields["token_ids"] = choice.token_ids
         if self._with_prompt:
             fields["prompt_token_ids"] = self._prompt(index)
-        return fields
+        return fields | await self._sampling_mask(choice.logprobs)
 
     async def _event(self, index: int, delta: ChoiceDelta, choice: dict[str, Any]) -> dict[str, Any]:
         """Return one event of the stream. ``choice`` has the fields that depend on the subclass."""
@@ -170,6 +194,7 @@ class OpenAIReply:
             choice |= _end_of(whole)
         if index not in self._seen and self._has_prompt_logprobs(index):
             choice["prompt_logprobs"] = await self._prompt_logprobs(index)
+        choice |= await self._sampling_mask(delta.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         if self._with_prompt and index not in self._seen:
@@ -182,6 +207,15 @@ class OpenAIReply:
             event["usage"] = self._usage_so_far(index, delta) if self._continuous_usage else None
         return event
 
+    async def _sampling_mask(self, entries: list[Logprob]) -> dict[str, msgspec.Raw]:
+        """Return the ids that each token was drawn from, and their logprobs, in vLLM's shape, if they are asked for."""
+        fields = {}
+        if self._asks_mask:
+            fields["sampling_mask"] = await mask_ids(self.generation.pace, entries)
+        if self._asks_mask_logprobs:
+            fields["sampling_mask_logprobs"] = await mask_logprobs(self.generation.pace, entries)
+        return fields
+
     def _prompt(self, index: int) -> list[int]:
         return self.generation.prompts[index // self.generation.n]
 
@@ -191,8 +225,8 @@ class OpenAIReply:
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw | None:
         """Return a JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank,
-        decoded_token}} with the prompt's token first. The rank of that token is null unless it is among the best. None
-        after an abort within the prompt, so that a client never gets fewer entries than its prompt has tokens."""
+        decoded_token}} with the prompt's token first. None after an abort within the prompt, so that a client never
+        gets fewer entries than its prompt has tokens."""
         entries = self.generation.choices[index].prompt_logprobs
         if entries is None:
             return None
@@ -201,10 +235,12 @@ class OpenAIReply:
         return await self.generation.pace.array(chain([None], items), 2 * work_of(entries))
 
     def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
-        best = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        own = {token_id: (entry.logprob, entry.rank)}
+        ranks: Iterable[int | None] = repeat(None) if self._asks_ids else count(1)
+        best = {token: (logprob, rank) for rank, (token, logprob) in zip(ranks, entry.top, strict=False)}
         return {
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}
-            for token, (logprob, rank) in ({token_id: (entry.logprob, None)} | best).items()
+            for token, (logprob, rank) in (own | best | own).items()
         }
 
 

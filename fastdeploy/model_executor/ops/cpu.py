@@ -19,6 +19,8 @@ from fastdeploy.model_executor.ops.cpu_arguments import (
     data,
     delta_item,
     limits_of,
+    logprob_args,
+    sample_arrays,
     spec_args,
     stage_item,
     stage_result,
@@ -53,11 +55,10 @@ from fastdeploy.model_executor.ops.interface import (
     LoraPart,
     PackedAdapter,
     PackedLinear,
-    SampleBatch,
     StageItem,
     StageResult,
-    TokenMasks,
 )
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 _Handles: TypeAlias = "ctypes.Array[c_void_p]"
 _CPU = paddle.CPUPlace()
@@ -342,36 +343,26 @@ class CpuOps:
         args = batch_args(batch, limits_of(cache, spec), tokens), spec_args(spec)
         return *map(ctypes.byref, args), cache_handle(cache)
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
         rows, vocab = logits.shape
         out = np.empty(rows, np.int32)
-        kinds = (np.float32, np.int32, np.float32, np.float32, np.float64)
-        parameters = [np.ascontiguousarray(field, kind) for field, kind in zip(batch, kinds, strict=True)]
-        assert all(p.shape == (rows,) for p in parameters)
-        allowed = None
-        if masks is not None:
-            assert masks.bits.dtype == np.uint32 and masks.bits.flags.c_contiguous
-            assert masks.bits.shape[1] * 32 >= vocab and masks.rows.max(initial=0) < rows
-            allowed = np.zeros(rows, np.uintp)
-            allowed[masks.rows] = masks.bits.ctypes.data + np.arange(len(masks.bits)) * masks.bits.strides[0]
-        allowed_at = None if allowed is None else address(allowed)
-        self._check(self._lib.fd_sample(data(logits), rows, vocab, *map(address, parameters), allowed_at, address(out)))
+        arrays = sample_arrays(batch, cutoff, masks, rows, vocab)
+        given = [None if array is None else address(array) for array in arrays]
+        written = (None, None) if cutoff is None else map(address, cutoff)
+        self._check(self._lib.fd_sample(data(logits), rows, vocab, *given, address(out), *written))
         return out
 
-    def logprobs(
-        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:
         rows, vocab = logits.shape
-        ids = np.ascontiguousarray(token_ids, np.int32)
-        assert ids.shape == (rows,) and 0 <= top <= vocab and (rows == 0 or 0 <= ids.min() <= ids.max() < vocab)
-        chosen = np.empty(rows, np.float32)
-        values, best = np.empty((rows, top), np.float32), np.empty((rows, top), np.int32)
-        self._check(
-            self._lib.fd_logprobs(
-                data(logits), rows, vocab, address(ids), top, address(chosen), address(values), address(best)
-            )
-        )
-        return chosen, values, best
+        args, found = logprob_args(batch, rows, vocab)
+        self._check(self._lib.fd_logprobs(data(logits), rows, vocab, ctypes.byref(args)))
+        return found
 
 
 def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> int:

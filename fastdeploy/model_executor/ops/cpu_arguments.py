@@ -18,6 +18,7 @@ from fastdeploy.model_executor.ops.cpu_library import (
     CpuKVCache,
     CpuLinear,
     DeltaItemArgs,
+    LogprobArgs,
     RegionArgs,
     StageItemArgs,
     StageResultArgs,
@@ -36,6 +37,7 @@ from fastdeploy.model_executor.ops.interface import (
     StageItem,
     StageResult,
 )
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 _FLOAT32 = (paddle.float32,)  # `x in` compares identity first; `==` between dtypes costs five times as much
 # The order of the enums of staging.h.
@@ -176,3 +178,58 @@ def stage_result(result: StageResultArgs) -> StageResult:
     if problem is not None:
         return StageResult(ZERO, problem, result.error)
     return StageResult(Fingerprint(result.first, result.second))
+
+
+def sample_arrays(
+    batch: SampleBatch, cutoff: Cutoff | None, masks: TokenMasks | None, rows: int, vocab: int
+) -> list[np.ndarray | None]:
+    """Return the five arrays of ``batch`` as fd_sample takes them, and the address of each row's mask, if any."""
+    kinds = (np.float32, np.int32, np.float32, np.float32, np.float64)
+    arrays = [np.ascontiguousarray(field, kind) for field, kind in zip(batch, kinds, strict=True)]
+    assert all(array.shape == (rows,) for array in arrays)
+    assert cutoff is None or _is_cutoff(cutoff, rows)
+    if masks is None:
+        return [*arrays, None]
+    bits = masks.bits
+    assert bits.dtype == np.uint32 and bits.flags.c_contiguous and bits.shape[1] * 32 >= vocab
+    addresses = np.zeros(rows, np.uintp)
+    addresses[masks.rows] = bits.ctypes.data + np.arange(len(bits)) * bits.strides[0]
+    return [*arrays, addresses]
+
+
+def logprob_args(batch: LogprobBatch, rows: int, vocab: int) -> tuple[LogprobArgs, TokenLogprobs]:
+    """Return the arguments of fd_logprobs, and the arrays that it fills."""
+    ids, top = _token_ids(batch.token_ids, vocab), batch.top
+    assert ids.shape == (rows,) and 0 <= top <= vocab
+    temperature = None if batch.temperature is None else np.ascontiguousarray(batch.temperature, np.float32)
+    assert temperature is None or (temperature.shape == (rows,) and (temperature > 0).all())
+    cutoff = None if batch.cutoff is None else Cutoff(*map(np.ascontiguousarray, batch.cutoff))
+    assert cutoff is None or _is_cutoff(cutoff, rows)
+    others, ends = np.empty(0, np.int32), None
+    if batch.other_ids is not None and batch.other_ends is not None:
+        others, ends = _token_ids(batch.other_ids, vocab), np.ascontiguousarray(batch.other_ends, np.int64)
+        assert ends.shape == (rows,) and (np.diff(ends, prepend=0) >= 0).all() and (not rows or ends[-1] == len(others))
+    shapes = ((rows,), (rows, top), (rows, top), (rows,), others.shape)
+    kinds = (np.float32, np.float32, np.int32, np.int32, np.float32)
+    found = TokenLogprobs(*(np.empty(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)))
+    inputs = [ids, temperature, *(cutoff or (None, None)), others, ends]
+    outputs = [found.chosen, found.ranks, found.top_values, found.top_ids, found.others]
+    args = LogprobArgs(*map(_address_or_null, inputs), top, *map(address, outputs))
+    args.arrays = inputs  # the structure has their addresses alone
+    return args, found
+
+
+def _token_ids(ids: np.ndarray, vocab: int) -> np.ndarray:
+    ids = np.ascontiguousarray(ids, np.int32)
+    assert not ids.size or 0 <= ids.min() <= ids.max() < vocab
+    return ids
+
+
+def _is_cutoff(cutoff: Cutoff, rows: int) -> bool:
+    kinds = (cutoff.logits.dtype, cutoff.ids.dtype) == (np.float32, np.int32)
+    shapes = cutoff.logits.shape == cutoff.ids.shape == (rows,)
+    return kinds and shapes and all(array.flags.c_contiguous for array in cutoff)
+
+
+def _address_or_null(array: np.ndarray | None) -> int | None:
+    return None if array is None else address(array)

@@ -68,8 +68,8 @@ SIGNATURES = {
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "fd_attention": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_attention_tasks": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
-    "fd_sample": (c_int, [c_void_p, c_int64, c_int64, *[c_void_p] * 7]),
-    "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "fd_sample": (c_int, [c_void_p, c_int64, c_int64, *[c_void_p] * 9]),
+    "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p]),
     "fd_probe_read": (c_double, [c_void_p]),
     "fd_probe_peak": (c_int64, [c_int64]),
     "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
@@ -121,6 +121,14 @@ class StepArgs(ctypes.Structure):
     _fields_ = [("batch", Batch), *_pointers("cache residual rows"), ("num_rows", c_int64)]
     _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows")]
     _fields_ += [("between_layers", BetweenLayers)]
+
+
+class LogprobArgs(ctypes.Structure):
+    """The structure LogprobArgs of kernels.h."""
+
+    _inputs = ["ids", "temperature", "cutoff_logits", "cutoff_ids", "other_ids", "other_ends"]
+    _outputs = ["chosen", "ranks", "top_values", "top_ids", "other_values"]
+    _fields_ = [*((name, c_void_p) for name in _inputs), ("top", c_int64), *((name, c_void_p) for name in _outputs)]
 
 
 class StageItemArgs(ctypes.Structure):

@@ -26,6 +26,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.fingerprint import Fingerprint
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 INT8_GROUP = 64  # values of a column of weights, or of a row of inputs, that share a scale
 
@@ -176,29 +177,6 @@ class AdapterRows(NamedTuple):
 
     adapters: Sequence[PackedAdapter]
     rows: np.ndarray
-
-
-class SampleBatch(NamedTuple):
-    """Sampling parameters of each row, numpy arrays of length S. temperature 0: take the best token, the lowest id in
-    a tie. top_k 0, top_p 1 and min_p 0 mean no limit. uniform: float64 in [0, 1), the random number of the row."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    uniform: np.ndarray
-
-
-class TokenMasks(NamedTuple):
-    """The ids that may be drawn from some rows; all may be drawn from the others. rows: int64 [M]. bits: uint32 [M, W],
-    at least V bits in each; id i may be drawn if bit i % 32 of word i // 32 is 1."""
-
-    rows: np.ndarray
-    bits: np.ndarray
-
-    def allowed(self, index: int, vocab: int) -> np.ndarray:
-        """Return the mask of ``rows[index]``, bool [vocab]."""
-        return np.unpackbits(self.bits[index].view(np.uint8), count=vocab, bitorder="little").view(bool)
 
 
 class Region(NamedTuple):
@@ -369,18 +347,22 @@ class Ops(Protocol):
         """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be
         running."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
         """Draw one token id per row: logits [S, V] -> int32 [S]. An id that ``masks`` does not allow counts as one with
         the logit -inf.
 
         Probabilities are softmax(logits / temperature). Of these, keep the top_k best; then the smallest set of best
         tokens whose sum reaches top_p, after the rest is renormalised; then those of at least min_p times the best.
         The draw inverts the cumulative sum, in the order of token ids, at ``uniform``. The id is -1 for a row that is
-        not finite: one with a NaN or +inf, or with -inf for every token."""
+        not finite: one with a NaN or +inf, or with -inf for every token.
 
-    def logprobs(
-        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log softmax of logits for token_ids and for the best tokens, best first: (chosen [S], top values
-        [S, top], top ids [S, top]). A row that is not finite (see ``sample``) has NaN for chosen and -inf as its top
-        values; no other row has NaN."""
+        cutoff: is overwritten with what was kept."""
+
+    def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:
+        """Return the log softmax of logits [S, V], over the tokens up to the cutoff and at the temperature."""

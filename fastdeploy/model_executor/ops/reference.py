@@ -25,10 +25,8 @@ from fastdeploy.model_executor.ops.interface import (
     MlpBlock,
     PackedAdapter,
     PackedLinear,
-    SampleBatch,
     StageItem,
     StageResult,
-    TokenMasks,
 )
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
@@ -48,6 +46,7 @@ from fastdeploy.model_executor.ops.reference_weights import (
     stage,
     to_float32,
 )
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 
 def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -281,30 +280,39 @@ class ReferenceOps:
     def free_scratch(self) -> None:
         """Do nothing: these ops keep no memory between calls."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> np.ndarray:
-        rows = logits.numpy()
-        if masks is not None:
-            rows = rows.copy()
-            for index, row in enumerate(masks.rows.tolist()):
-                rows[row, ~masks.allowed(index, rows.shape[1])] = -np.inf
-        return np.array([_draw(row, batch, i) for i, row in enumerate(rows)], np.int32)
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
+        drawn = np.empty(logits.shape[0], np.int32)
+        values = logits.numpy() if masks is None else masks.applied(logits.numpy())
+        for i, row in enumerate(values):
+            drawn[i], kept = _draw(row, batch, i)
+            if cutoff is not None:
+                cutoff.logits[i], cutoff.ids[i] = kept
+        return drawn
 
-    def logprobs(
-        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        rows, count = logits.numpy(), len(token_ids)
-        chosen, best = np.empty(count, np.float32), np.empty((count, top), np.float32)
-        ids = np.empty((count, top), np.int32)
+    def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:
+        rows, (count, _), top = logits.numpy(), logits.shape, batch.top
+        chosen, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int32)
+        best, ids = np.full((count, top), -np.inf, np.float32), np.zeros((count, top), np.int32)
+        others = np.full(0 if batch.other_ids is None else len(batch.other_ids), -np.inf, np.float32)
         for i, row in enumerate(rows):
-            peak = float(row.max())
-            if not np.isfinite(peak):
-                chosen[i], best[i], ids[i] = np.nan, -np.inf, 0
+            if not np.isfinite(row.max()):
                 continue
-            norm = peak + np.log(np.exp(row.astype(np.float64) - peak).sum())
-            chosen[i] = row[token_ids[i]] - norm
-            ids[i] = np.argsort(-row, kind="stable")[:top]
-            best[i] = row[ids[i]] - norm
-        return chosen, best, ids
+            values = _scores(row, batch, i)
+            chosen[i], ranks[i] = values[batch.token_ids[i]], 1 + (row > row[batch.token_ids[i]]).sum()
+            if batch.other_ids is not None and batch.other_ends is not None:
+                here = slice(batch.other_ends[i - 1] if i else 0, batch.other_ends[i])
+                asked = batch.other_ids[here]
+                others[here] = np.where(np.isin(asked, _inside(row, batch.cutoff, i)), values[asked], -np.inf)
+            order = _inside(row, batch.cutoff, i)
+            order = order[np.argsort(-row[order], kind="stable")][:top]
+            ids[i, : len(order)], best[i, : len(order)] = order, values[order]
+        return TokenLogprobs(chosen, best, ids, ranks, others)
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         return round_to_bfloat16(values) if self.dtype == "bfloat16" else values
@@ -316,16 +324,18 @@ class ReferenceOps:
         return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
 
 
-def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
-    """Draw one token id from one row of logits in float64; see ``Ops.sample``."""
+def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> tuple[int, tuple[float, int]]:
+    """Draw one token id from one row of logits in float64; see ``Ops.sample``. Returns it and the cutoff."""
+    everything = -np.inf, len(row)
     if not np.isfinite(row.max()):  # numpy returns NaN as the largest value
-        return -1
+        return -1, everything
     if batch.temperature[i] == 0:
-        return int(row.argmax())
+        return int(row.argmax()), everything
     scaled = row.astype(np.float64) / batch.temperature[i]
     probabilities = np.exp(scaled - scaled.max())
     top_k, top_p, min_p = int(batch.top_k[i]), float(batch.top_p[i]), float(batch.min_p[i])
-    if 0 < top_k < len(row) or top_p < 1.0:
+    limited = 0 < top_k < len(row) or top_p < 1.0
+    if limited:
         order = np.argsort(-scaled, kind="stable")[: top_k or None]
         mass = np.cumsum(probabilities[order])
         kept = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1] if top_p < 1.0 else order
@@ -335,4 +345,21 @@ def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
     cumulative = np.cumsum(probabilities)
     # side="right" never finds a token of probability 0. The minimum is needed where uniform * total rounds up to total.
     drawn = int(np.searchsorted(cumulative, batch.uniform[i] * cumulative[-1], side="right"))
-    return min(drawn, int(np.flatnonzero(probabilities)[-1]))
+    left = np.flatnonzero(probabilities)
+    least = left[row[left] == row[left].min()][-1]  # the last of the kept, best first
+    cutoff = (float(row[least]), int(least)) if limited or min_p > 0.0 else everything
+    return min(drawn, int(left[-1])), cutoff
+
+
+def _inside(row: np.ndarray, cutoff: Cutoff | None, i: int) -> np.ndarray:
+    """Return the ids of row ``i`` that have a probability, ascending."""
+    return np.flatnonzero(row > -np.inf) if cutoff is None else cutoff.kept(i, row)
+
+
+def _scores(row: np.ndarray, batch: LogprobBatch, i: int) -> np.ndarray:
+    """Return the log softmax of row ``i``, whose largest logit is finite, in float64."""
+    values = row.astype(np.float64)
+    if batch.temperature is not None:
+        values = (row - row.max()).astype(np.float64) / batch.temperature[i]
+    inside = values[_inside(row, batch.cutoff, i)]
+    return values - (inside.max() + np.log(np.exp(inside - inside.max()).sum()))

@@ -23,14 +23,15 @@ from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, StageItem
+from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
 from fastdeploy.rl.scoring.backward import Backward
 from fastdeploy.rl.scoring.decoder import Decoder
 from fastdeploy.rl.scoring.samples import Ids, Sample, checked_samples
 from fastdeploy.worker.part_reading import refusal
-from fastdeploy.worker.sampler import at_temperature
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import StandbyCopy
+from fastdeploy.worker.token_logprobs import divisors
 
 FORWARD_TOKENS = 8192  # of one batch
 BLOCK = 16  # tokens of a KV block
@@ -120,9 +121,9 @@ class EngineForward:
         found = []
         for at in range(0, len(targets), step):
             logits = self._model.logits(weights, hidden[at : at + step])
-            if temperature not in (0.0, 1.0):
-                logits = at_temperature(logits, [temperature] * logits.shape[0])
-            found.append(self._model.ops.logprobs(logits, targets[at : at + step], 0)[0])
+            divisor = None if temperature in (0.0, 1.0) else divisors([temperature] * logits.shape[0])
+            batch = LogprobBatch(targets[at : at + step], temperature=divisor)
+            found.append(self._model.ops.logprobs(logits, batch).chosen)
         return np.concatenate(found)
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:

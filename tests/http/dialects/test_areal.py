@@ -28,7 +28,7 @@ def test_a_completion_returns_token_ids_and_needs_no_model(stack):
 
 def test_the_logprobs_of_given_tokens_are_where_compute_logp_reads_them(stack):
     """The body is that of VLLMBackend.build_score_request. AReaL takes the first entry of each token."""
-    entries = [Logprob(-1.5, ((9, -0.25),)), Logprob(-0.5, ((3, -0.5),))]
+    entries = [Logprob.of(-1.5, ((9, -0.25),)), Logprob.of(-0.5, ((3, -0.5),))]
     stack.script(lambda add: [replace(output, prompt_logprobs=entries) for output in reply_with([97])(add)])
     score = {
         "prompt": [1, 2, 3],

@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
+from fastdeploy.client import generation as client_generation
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import AddRequest, part_id
-from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
 from support.http_calls import answer, events, refused
@@ -150,7 +150,7 @@ def int32(value: str) -> list[int]:
 
 def with_kept(rows: list[list[int]]):
     """Return a script with one token for each row, drawn from the ids of the row."""
-    entries = [Logprob(-0.5, (), np.array(row, "<i4").tobytes()) for row in rows]
+    entries = [Logprob(-0.5, mask_ids=np.array(row, "<i4").tobytes()) for row in rows]
 
     def script(add: AddRequest) -> list[m.Output]:
         outputs = [replace(one_output(add, 0, [97], i), logprobs=[e]) for i, e in enumerate(entries)]
@@ -167,7 +167,7 @@ def test_the_ids_that_top_p_kept_have_the_shape_that_slime_reads(stack):
     assert int32(meta["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
     assert int32(meta["top_p_token_offsets"]) == [0, 2, 3, 6]
     sampling = stack.engine.expect(AddRequest).sampling
-    assert sampling.return_kept and sampling.logprobs_mode == "processed", "the logprobs are over these ids"
+    assert sampling.return_sampling_mask and sampling.logprobs_mode == "processed", "the logprobs are over these ids"
     *early, last, done = events(generate(stack, **body, stream=True))
     assert done == "[DONE]" and int32(last["meta_info"]["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
     assert early and all("top_p_token_ids" not in event["meta_info"] for event in early), "only the last event has them"
@@ -183,9 +183,9 @@ def test_kept_ids_are_absent_if_no_id_was_excluded_and_empty_without_tokens(stac
 
 
 def test_kept_ids_are_bounded_by_their_bytes(stack, monkeypatch):
-    monkeypatch.setattr(sglang_generate, "MAX_KEPT_BYTES", 8)
+    monkeypatch.setattr(client_generation, "MAX_MASK_BYTES", 8)
     stack.script(with_kept([[5, 97], [97]]))
-    refused(generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True), "sampling_params.custom_params")
+    refused(generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True), "return_sampling_mask")
     stack.script(with_kept([[97], [97]]))
     assert generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True).status_code == 200
 
@@ -241,7 +241,7 @@ def test_prompt_logprobs_start_at_logprob_start_len(stack):
     prompt = [5, 6, 7, 8]
 
     def script(add: AddRequest) -> list[m.Output]:
-        entries = [Logprob(-float(t), ((t, -float(t)), (1, -9.0))) for t in prompt[1:]]
+        entries = [Logprob.of(-float(t), ((t, -float(t)), (1, -9.0))) for t in prompt[1:]]
         return [replace(out, prompt_logprobs=entries) for out in reply_with([97])(add)]
 
     stack.script(script)

@@ -44,13 +44,6 @@ def test_an_abort_that_names_no_adapter_is_refused(module_stack, body):
     refused(module_stack.post("/skyrl/v1/abort_lora_requests", **body), "lora_name")
 
 
-@pytest.mark.parametrize(
-    ("body", "field"), [({}, "return_routed_experts"), ({"return_sample_support": True}, "return_sample_support")]
-)
-def test_the_fields_of_skyrls_own_generate_are_refused_by_name(module_stack, body, field):
-    refused(module_stack.post("/skyrl/v1/generate", token_ids=[1], sampling_params={}, **body), field)
-
-
 def test_the_model_name_default_means_the_model_that_serves(stack):
     """SkyRL's client sends "default" unless its user configures a name."""
     stack.script(reply_with(list(b"hey")))

@@ -15,7 +15,7 @@ SPAN = Span("41", 1, 0, 1)
 
 
 def entry(logprob: float, *top: tuple[int, float]) -> Logprob:
-    return Logprob(logprob, top)
+    return Logprob.of(logprob, top)
 
 
 PROMPT_ENTRIES = [entry(-1.5, (ord("b"), -1.5)), entry(-2.5, (ord("x"), -0.5))]
@@ -130,9 +130,9 @@ def test_a_model_without_a_tokenizer_echoes_the_logprobs_of_token_ids(make_stack
     [
         ({"resumed_tokens": 1}, "echo"),
         ({"stream": True, "n": 2}, "n"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1025}, "logprobs"),
         ({"echo": False, "max_tokens": 0}, "max_tokens"),
-        ({"prompt": [[1] * 120] * 209, "logprobs": 20, "max_tokens": 1}, "logprobs"),
+        ({"prompt": [[1] * 120] * 69, "logprobs": 256, "max_tokens": 1}, "logprobs"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )

@@ -34,7 +34,7 @@ from support.fake_engine_server import replace
 from support.search import examples
 
 TOP, TOKENS, CHOICES = 20, 400, 3
-ENTRY = Logprob(-0.5, tuple((97 + i, -1.0 - i) for i in range(TOP)))
+ENTRY = Logprob.of(-0.5, tuple((97 + i, -1.0 - i) for i in range(TOP)))
 PROMPT = [97] * 5
 
 

@@ -12,7 +12,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import AddRequest, RequestFields, part_id
 from fastdeploy.core.sampling_params import SamplingParams, check_limits
 from fastdeploy.http.body import given_fields, parse_body
-from fastdeploy.http.dialects.sglang.generate_body import SamplingBody
+from fastdeploy.http.dialects.sglang.generate_body import OUTSIDE, SamplingBody
 from fastdeploy.http.dialects.vllm.generate import parse_generate
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from fastdeploy.http.openapi import schema_of
@@ -116,19 +116,17 @@ def test_numbers_of_numpy_are_numbers():
         SamplingParams(temperature=np.float32(101)).check()
 
 
-@pytest.mark.parametrize(
-    "name", sorted(SAMPLING.keys() - {"return_kept", "logprobs", "grammar", "logit_bias", "bad_words"})
-)
+@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"logprobs", "grammar", "logit_bias", "bad_words"}))
 def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
-    lists = {"stop_token_ids": [5], "allowed_token_ids": [5]}
-    sent = (lists | {"logprobs_mode": "temperature", "ignore_eos": True}).get(name, 1)
+    ids = {"stop_token_ids": [5], "logprob_token_ids": [5], "allowed_token_ids": [5]}
+    sent = (ids | {"logprobs_mode": "temperature", "ignore_eos": True}).get(name, 1)
     body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)
     taken = given_fields(body, SamplingParams)[name]
-    assert (list(taken) if name in lists else taken) == sent
+    assert (list(taken) if name in ids else taken) == sent
     assert parse_generate({"token_ids": [1], "sampling_params": {name: sent}})
     sglang = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}.get(name, name)
     for schema in (schema_of(CompletionBody)["properties"], schema_of(SamplingBody)["properties"]):
-        assert name in schema or sglang in schema or name == "prompt_logprobs"
+        assert name in schema or sglang in schema or name in OUTSIDE
 
 
 @pytest.mark.parametrize("name", ["web_search_options"])

@@ -129,7 +129,7 @@ def with_prompt_logprobs(entries: list[Logprob]):
     return script
 
 
-ENTRIES = [Logprob(-1.5, ((9, -0.25), (2, -1.5))), Logprob(-7.0, ((8, -0.5), (9, -0.75)))]
+ENTRIES = [Logprob.of(-1.5, ((9, -0.25), (2, -1.5)), 2), Logprob.of(-7.0, ((8, -0.5), (9, -0.75)), 41)]
 SHAPED = [None, {"2": -1.5, "9": -0.25}, {"3": -7.0, "8": -0.5, "9": -0.75}]
 
 
@@ -145,7 +145,8 @@ def test_the_first_choice_of_a_prompt_has_prompt_logprobs_in_vllms_shape(stack):
     assert shape(first["prompt_logprobs"]) == SHAPED and "prompt_logprobs" not in second
     assert list(first["prompt_logprobs"][1]) == ["2", "9"], "the prompt's own token comes first"
     assert [entry["rank"] for entry in first["prompt_logprobs"][1].values()] == [2, 1]
-    assert first["prompt_logprobs"][2]["3"]["rank"] is None, "the prompt's token is not among the best"
+    ranks = [entry["rank"] for entry in first["prompt_logprobs"][2].values()]
+    assert ranks == [41, 1, 2], "the prompt's token has a rank, also if it is not among the best"
     streamed = choices_of(stack.post("/v1/completions", **body, stream=True))
     assert [shape(c["prompt_logprobs"]) for c in streamed if "prompt_logprobs" in c] == [SHAPED]
 
@@ -190,17 +191,17 @@ def test_a_prompt_of_one_token_has_its_one_entry_also_after_an_abort(stack):
 def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
     """Each of them takes up to 100 bytes of the reply."""
     stack.script(reply_with([97]))
-    fitting, too_many = [[1] * 120] * 43, [[1] * 120] * 44  # 43 x 120 x 101 is just below 2^19
-    assert stack.post("/v1/completions", prompt=fitting, prompt_logprobs=100).status_code == 200
-    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs == 100
-    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+    fitting, too_many = [[1] * 120] * 68, [[1] * 120] * 69  # 68 x 120 x 257 is just below 2^21
+    assert stack.post("/v1/completions", prompt=fitting, prompt_logprobs=256).status_code == 200
+    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs == 256
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 256}
     for path, body, field in (
-        ("/v1/completions", {"prompt": too_many, "prompt_logprobs": 100}, "prompt_logprobs"),
-        ("/generate", {"input_ids": [[1] * 120] * 209, **asked}, "top_logprobs_num"),
-        ("/generate", {"input_ids": [1], **asked, "top_logprobs_num": 21}, "top_logprobs_num"),
+        ("/v1/completions", {"prompt": too_many, "prompt_logprobs": 256}, "prompt_logprobs"),
+        ("/generate", {"input_ids": too_many, **asked}, "top_logprobs_num"),
+        ("/generate", {"input_ids": [1], **asked, "top_logprobs_num": 1025}, "top_logprobs_num"),
     ):
         error = stack.post(path, **body).json()["error"]
-        assert error["param"] == field and ("524288" in error["message"] or "20" in error["message"])
+        assert error["param"] == field and ("2097152" in error["message"] or "1024" in error["message"])
 
 
 @pytest.mark.parametrize(("path", "body"), NUMBERED)

@@ -14,7 +14,7 @@ PREPARE = """
 import resource
 import numpy as np, paddle
 from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.model_executor.ops.interface import SampleBatch
+from fastdeploy.model_executor.ops.vocabulary import SampleBatch
 
 def allow_only(mebibytes):
     pages = int(open("/proc/self/statm").read().split()[0])

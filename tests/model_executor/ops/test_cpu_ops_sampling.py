@@ -8,8 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import SampleBatch, TokenMasks
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenMasks
 
 # top_k, top_p, min_p
 FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (50, 0.8, 0.0), (0, 1.0, 0.05),
@@ -112,9 +112,11 @@ def test_a_mask_draws_as_logits_of_minus_infinity_do(ops, reference, rng, vocab)
     before = paddle.to_tensor(logits)
     for temperature, filters in [(0.0, FILTERS[0]), *((1.3, filters) for filters in FILTERS)]:
         batch = make_batch(60, temperature, *filters, rng.random(60))
-        drawn = ops.sample(before, batch, TokenMasks(rows, bits))
+        drawn = ops.sample(before, batch, masks=TokenMasks(rows, bits))
         np.testing.assert_array_equal(drawn, ops.sample(paddle.to_tensor(masked), batch))
-        assert drawn[rows[1]] == -1 and (reference.sample(before, batch, TokenMasks(rows, bits)) != drawn).sum() <= 1
+        assert (
+            drawn[rows[1]] == -1 and (reference.sample(before, batch, masks=TokenMasks(rows, bits)) != drawn).sum() <= 1
+        )
     np.testing.assert_array_equal(before.numpy(), logits)
 
 
@@ -130,28 +132,69 @@ def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
     logits = rng.standard_normal((rows, 20011)).astype(np.float32)
     batch = make_batch(rows, 0.9, rng.integers(0, 50, rows), rng.uniform(0.5, 1, rows), 0.01, rng.random(rows))
     together = ops.sample(paddle.to_tensor(logits), batch)
-    chosen = ops.logprobs(paddle.to_tensor(logits), together, 5)
+    chosen = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(together, 5))
     ops.set_num_threads(1)
     for r in range(rows):
         alone = SampleBatch(*(field[r : r + 1] for field in batch))
         assert ops.sample(paddle.to_tensor(logits[r : r + 1]), alone)[0] == together[r]
-        for all_rows, row in zip(
-            chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), together[r : r + 1], 5), strict=True
-        ):
+        by_itself = ops.logprobs(paddle.to_tensor(logits[r : r + 1]), LogprobBatch(together[r : r + 1], 5))
+        for all_rows, row in zip(chosen[:4], by_itself[:4], strict=True):
             np.testing.assert_array_equal(all_rows[r], row[0])
 
 
-@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (5003, 100), (151936, 20)])
+@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (5003, 100), (5003, 5003), (151936, 256)])
 def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
     logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
     logits[2] = np.round(logits[2])  # many ties
     logits[3, 0] = -np.inf
     ids = rng.integers(0, vocab, 6).astype(np.int32)
-    actual = ops.logprobs(paddle.to_tensor(logits), ids, top)
-    expected = reference.logprobs(paddle.to_tensor(logits), ids, top)
+    actual = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, top))
+    expected = reference.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, top))
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(actual[2], expected[2])
+    np.testing.assert_array_equal(actual.top_ids, expected.top_ids)
+    np.testing.assert_array_equal(actual.ranks, expected.ranks)
+
+
+@pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.7])
+def test_logprobs_over_what_a_draw_kept_agree_with_the_reference(ops, reference, rng, temperature, top_k, top_p, min_p):
+    """The logprobs of the tokens that a draw kept are those of a distribution."""
+    rows, vocab = 12, 3001
+    logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
+    logits[1], logits[2, ::2] = np.round(logits[1]), -np.inf
+    batch = make_batch(rows, temperature, top_k, top_p, min_p, rng.random(rows))
+    cutoff, expected_cutoff = Cutoff.empty(rows), Cutoff.empty(rows)
+    drawn = ops.sample(paddle.to_tensor(logits), batch, cutoff)
+    reference.sample(paddle.to_tensor(logits), batch, expected_cutoff)
+    kept = [cutoff.kept(i, row) for i, row in enumerate(logits)]
+    for i, row in enumerate(logits):  # sums in another order can move the edge of top_p by a token
+        assert len(set(kept[i]) ^ set(expected_cutoff.kept(i, row))) <= 1 and drawn[i] in kept[i]
+    ends = np.cumsum([len(ids) for ids in kept])
+    divisors = np.full(rows, temperature or 1.0, np.float32)
+    asked = LogprobBatch(drawn, 300, divisors, cutoff, np.concatenate(kept).astype(np.int32), ends)
+    actual, expected = (own.logprobs(paddle.to_tensor(logits), asked) for own in (ops, reference))
+    for name in ("chosen", "top_values", "others"):
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(actual.top_ids, expected.top_ids)
+    np.testing.assert_array_equal(actual.ranks, expected.ranks)
+    for i, part in enumerate(np.split(actual.others, ends[:-1])):
+        assert np.exp(part.astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
+        if len(kept[i]) <= 300:
+            assert (
+                set(actual.top_ids[i, : len(part)]) == set(kept[i])
+                and (actual.top_values[i, len(part) :] == -np.inf).all()
+            )
+
+
+def test_a_token_beyond_the_cutoff_has_no_probability(ops, reference):
+    logits = paddle.to_tensor(np.array([[3.0, 1.0, 2.0, 1.0, -np.inf]], np.float32))
+    cutoff = Cutoff.empty(1)
+    drawn = ops.sample(logits, make_batch(1, top_k=3), cutoff)
+    asked = LogprobBatch(drawn, 5, None, cutoff, np.arange(5, dtype=np.int32), np.array([5]))
+    for found in (own.logprobs(logits, asked) for own in (ops, reference)):
+        assert (found.others > -np.inf).tolist() == [True, True, True, False, False]
+        assert found.top_ids.tolist() == [[0, 2, 1, 0, 0]] and (found.top_values[0, 3:] == -np.inf).all()
 
 
 def spoiled(rng, vocab: int) -> tuple[np.ndarray, list[bool]]:
@@ -186,8 +229,10 @@ def test_a_row_that_is_not_finite_draws_nothing_and_the_others_draw_as_without_i
 def test_a_row_that_is_not_finite_has_a_logprob_of_nan_and_the_others_as_without_it(ops, reference, rng, vocab):
     logits, finite = spoiled(rng, vocab)
     ids = rng.integers(0, vocab, 40).astype(np.int32)
-    told = ops.logprobs(paddle.to_tensor(logits), ids, 5)
+    told = ops.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, 5))
     np.testing.assert_array_equal(~np.isnan(told[0]), finite)
-    np.testing.assert_array_equal(np.isnan(told[0]), np.isnan(reference.logprobs(paddle.to_tensor(logits), ids, 5)[0]))
-    for all_rows, alone in zip(told, ops.logprobs(paddle.to_tensor(logits[finite]), ids[finite], 5), strict=True):
+    expected = reference.logprobs(paddle.to_tensor(logits), LogprobBatch(ids, 5))
+    np.testing.assert_array_equal(np.isnan(told.chosen), np.isnan(expected.chosen))
+    without = ops.logprobs(paddle.to_tensor(logits[finite]), LogprobBatch(ids[finite], 5))
+    for all_rows, alone in zip(told[:4], without[:4], strict=True):
         np.testing.assert_array_equal(all_rows[finite], alone)

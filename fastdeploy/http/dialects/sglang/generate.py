@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 import time
-from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,24 +13,20 @@ from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.client.pace import GrowingArray, Pace
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
-from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields, part_id
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
+from fastdeploy.http.dialects.sglang.scores import flat_top, top_p_ids
 from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.meta_info import finish_reason
-from fastdeploy.http.openai.reply import weight_versions
+from fastdeploy.http.openai.reply import mask_work, weight_versions
 from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.inter_communicator import messages as m
-
-# Bytes of the ids that the tokens of one request were drawn from. The ids are held until the request has ended.
-# 64 MiB is 400 tokens of a vocabulary of 42,000 that top_p does not cut. A usual top_p leaves tens to hundreds of ids.
-MAX_KEPT_BYTES = 64 << 20
-KEPT = "sampling_params.custom_params.return_top_p_token_ids"
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
@@ -65,7 +58,7 @@ def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
 
 
 class LabelledGeneration(Generation):
-    """A generation that raises InvalidField for more than MAX_KEPT_BYTES of kept ids.
+    """A generation that knows the label of the weights of each choice.
 
     labels: by adapter, the label of the weights for choices without tokens. The engine is asked for a label when such a
     choice ends."""
@@ -73,13 +66,9 @@ class LabelledGeneration(Generation):
     def __init__(self, client: ServingClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
         self.labels: dict[str, str] = {}
-        self._kept_bytes = 0
 
     async def step(self) -> list[tuple[int, ChoiceDelta]]:
         deltas = await super().step()
-        self._kept_bytes += sum(len(entry.kept) for _, delta in deltas for entry in delta.logprobs)
-        if self._kept_bytes > MAX_KEPT_BYTES:
-            raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
         for i, delta in deltas:
             if delta.finish_reason and not self.choices[i].spans:
                 await self._ask_label(self.adapters[i // self.n])
@@ -106,6 +95,8 @@ class ChoiceReply:
         self.ids = GrowingArray(pace)
         self.triples = GrowingArray(pace)
         self.top = GrowingArray(pace)
+        self.mask = GrowingArray(pace)
+        self.mask_logprobs = GrowingArray(pace)
 
 
 class GenerateView:
@@ -155,6 +146,8 @@ class GenerateView:
         }
         if prompt.logprobs.wanted:
             meta |= await self._logprobs(reply)
+        if prompt.logprobs.mask:
+            meta |= self._mask(reply)
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._began
         output = {"text": text, "output_ids": reply.ids.raw(), "meta_info": meta}
@@ -168,8 +161,13 @@ class GenerateView:
         await reply.ids.extend(ids)
         if options.wanted:
             await reply.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
-            if options.top:
-                await reply.top.extend(map(self._top, entries), 1 + options.top)
+            if options.listed:
+                await reply.top.extend(map(self._top, entries), 1 + options.listed)
+        if options.mask:
+            await reply.mask.extend((memoryview(e.mask_ids).cast("i").tolist() for e in entries), mask_work(entries))
+        if options.mask_logprobs:
+            rows = (memoryview(e.mask_logprobs).cast("f").tolist() for e in entries)
+            await reply.mask_logprobs.extend(rows, mask_work(entries))
 
     async def _logprobs(self, reply: ChoiceReply) -> dict[str, Any]:
         """Return triples [logprob, id, text or null] of the output and of the prompt from logprob_start_len on. The
@@ -180,10 +178,27 @@ class GenerateView:
             "output_token_logprobs_length": reply.num_tokens,
             **await self._of_prompt(reply.number),
         }
-        if options.top:
-            fields["output_top_logprobs"] = reply.top.raw()
-        if options.kept and reply.choice.finish_reason is not None:
-            fields |= kept_ids(reply.choice.logprobs)
+        if options.listed:
+            fields["output_token_ids_logprobs" if options.ids else "output_top_logprobs"] = reply.top.raw()
+        if options.flat_output and reply.choice.finish_reason is not None:
+            fields |= flat_top("output", [*reply.choice.logprobs], options.top, options.flat_output == "base64")
+            fields["output_top_logprobs_temperature_scaled"] = options.temperature_scaled
+        if options.top_p_ids and reply.choice.finish_reason is not None:
+            fields |= top_p_ids(reply.choice.logprobs)
+        return fields
+
+    def _mask(self, reply: ChoiceReply) -> dict[str, Any]:
+        """Return the ids that each token was drawn from, and the logprob of the token over them: with mode "support"
+        that of each of the ids. miles reads these in a field of their own."""
+        options = reply.prompt.logprobs
+        chosen: Any = [entry.logprob for entry in reply.choice.logprobs]
+        fields: dict[str, Any] = {
+            "output_token_sampling_mask": reply.mask.raw(),
+            "output_token_sampling_mask_length": reply.num_tokens,
+            "output_token_sampling_logprobs": reply.mask_logprobs.raw() if options.mask == "support" else chosen,
+        }
+        if options.mask_logprobs and options.mask != "support":
+            fields["output_token_sampling_mask_logprobs"] = reply.mask_logprobs.raw()
         return fields
 
     async def _of_prompt(self, number: int) -> dict[str, Any]:
@@ -199,8 +214,12 @@ class GenerateView:
         ids = prompt.ids[start : start + len(given)] if given else []
         triples = (self._triple(e.logprob if e else None, t) for t, e in zip(ids, given, strict=True))
         fields = {"input_token_logprobs": await array(triples)}
-        if prompt.logprobs.top:
-            fields["input_top_logprobs"] = await array(map(self._top, given), 1 + prompt.logprobs.top)
+        options = prompt.logprobs
+        if options.flat_input:
+            fields |= flat_top("input", given, options.top, options.flat_input == "base64")
+        elif options.top or options.ids:
+            name = "input_token_ids_logprobs" if options.ids else "input_top_logprobs"
+            fields[name] = await array(map(self._top, given), 1 + options.top + len(options.ids))
         self._input_logprobs[number] = entries is not None, fields
         return fields
 
@@ -210,16 +229,3 @@ class GenerateView:
 
     def _top(self, entry: Logprob | None) -> list[tuple[float | None, int, str | None]] | None:
         return None if entry is None else [self._triple(logprob, token) for token, logprob in entry.top]
-
-
-def kept_ids(entries: list[Logprob]) -> dict[str, str]:
-    """Return the ids that each token was drawn from, as slime reads them: base64 of the int32 ids of all tokens in a
-    row, and base64 of the int32 offsets of each token's first id, with the end as last offset. Empty if neither top_p
-    nor top_k nor min_p excludes a token."""
-    if entries and not any(entry.kept for entry in entries):
-        return {}
-    offsets = [0, *accumulate(len(entry.kept) // 4 for entry in entries)]
-    return {
-        "top_p_token_ids": base64.b64encode(b"".join(entry.kept for entry in entries)).decode(),
-        "top_p_token_offsets": base64.b64encode(struct.pack(f"<{len(offsets)}i", *offsets)).decode(),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
@@ -21,16 +21,14 @@ from fastdeploy.http.openapi import described
 # These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED_HERE = (
     "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_id",
-    "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "token_indices_to_pool",
+    "custom_logit_processor", "positional_embed_overrides", "token_indices_to_pool",
     "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
-    "return_entropy", "return_sampling_mask", "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
+    "return_entropy",
     "require_reasoning", "max_thinking_tokens", "watermark",
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt", "session", "stale_ok"}),
 )  # fmt: skip
 # SGLang's names of sampling parameters.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-# Fields of SamplingParams that have another form here, or are none of the client's.
-OTHERWISE = {"logprobs", "prompt_logprobs", "return_kept", "grammar", "logit_bias", "bad_words"}
 # SGLang's fields for grammars, with the kinds of ``structured.builder``.
 KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -44,12 +42,16 @@ class CustomParams(Body):
     return_top_p_token_ids: bool = False
 
 
+# Fields of SamplingParams that SGLang has outside of its sampling_params, under other names.
+OUTSIDE = {"logprobs", "prompt_logprobs", "logprob_token_ids", "return_sampling_mask", "return_sampling_mask_logprobs",
+           "grammar", "logit_bias", "bad_words"}  # fmt: skip
+
 if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through given_fields
 
     class CoreFieldsBody(Body): ...
 
 else:
-    own = body_fields(SamplingParams, without=OTHERWISE, names=NAMES)
+    own = body_fields(SamplingParams, without=OUTSIDE, names=NAMES)
     CoreFieldsBody = create_model("CoreFieldsBody", __base__=Body, **own)
 
 
@@ -88,6 +90,14 @@ class GenerateBody(LaxBody):
     return_logprob: Annotated[Any, described(bool | list[bool])] = None
     logprob_start_len: Annotated[Any, described(int | list[int])] = None
     top_logprobs_num: Annotated[Any, described(int | list[int])] = None
+    token_ids_logprob: Annotated[Any, described(list[int] | list[list[int]])] = None
+    return_flat_raw_top_logprobs: bool = False
+    return_flat_raw_top_logprobs_b64: bool = False
+    return_flat_raw_output_top_logprobs: bool = False
+    return_flat_raw_output_top_logprobs_b64: bool = False
+    return_sampling_mask: Annotated[Any, described(bool | list[bool])] = None
+    return_sampling_mask_logprobs: bool = False
+    sampling_logprobs_mode: Literal["selected", "support"] = "selected"
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -101,13 +111,26 @@ class GenerateBody(LaxBody):
 
 class LogprobOptions(NamedTuple):
     """The log probabilities that one prompt asks for. start: the first prompt token whose log probability is returned,
-    or -1. top: how many of the best tokens are returned with each token. kept: return the ids that each token was drawn
-    from."""
+    or -1. top: how many of the best tokens are returned with each token. ids: the tokens that are returned instead.
+    top_p_ids: return the ids that each token was drawn from, for slime. mask: return them as SGLang does, with the
+    logprob of the token ("selected") or of all ids ("support"). flat_input, flat_output: the best tokens as a flat
+    array ("list", "base64"), not as lists of triples. temperature_scaled: logprobs are of logits / temperature."""
 
     wanted: bool = False
     start: int = -1
     top: int = 0
-    kept: bool = False
+    ids: tuple[int, ...] = ()
+    top_p_ids: bool = False
+    mask: str = ""
+    mask_logprobs: bool = False
+    flat_input: str = ""
+    flat_output: str = ""
+    temperature_scaled: bool = False
+
+    @property
+    def listed(self) -> int:
+        """Tokens that are listed with each token of the output, in triples."""
+        return len(self.ids) or (0 if self.flat_output else self.top)
 
 
 class Prompt(NamedTuple):
@@ -238,35 +261,84 @@ def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[Samplin
     wanted = per_prompt("return_logprob", body.return_logprob, inputs)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
-    kinds = (("return_logprob", wanted, bool), ("logprob_start_len", starts, int), ("top_logprobs_num", tops, int))
+    masks = per_prompt("return_sampling_mask", body.return_sampling_mask, inputs)
+    kinds = (("return_logprob", wanted, bool), ("logprob_start_len", starts, int), ("top_logprobs_num", tops, int),
+             ("return_sampling_mask", masks, bool))  # fmt: skip
     for field, values, kind in kinds:
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
-    kept = [p.custom_params.return_top_p_token_ids for p in params]
-    if any(k and not want for k, want in zip(kept, wanted, strict=True)):
-        raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
     if any(top is not None and not 0 <= top <= MAX_LOGPROBS for top in tops):
         raise InvalidField("top_logprobs_num", f"expected an integer from 0 to {MAX_LOGPROBS}")
+    flat_input, flat_output = _flat_forms(body)
     return [
-        LogprobOptions(True, -1 if start is None else start, top or 0, keep) if want else LogprobOptions()
-        for want, start, top, keep in zip(wanted, starts, tops, kept, strict=True)
+        _options_of(body, params[i], bool(wanted[i]), bool(masks[i]))._replace(
+            start=-1 if starts[i] is None or not wanted[i] else starts[i],
+            top=(tops[i] or 0) if wanted[i] else 0,
+            ids=ids,
+            flat_input=flat_input,
+            flat_output=flat_output,
+        )
+        for i, ids in enumerate(_asked_ids(body, inputs, tops))
     ]
+
+
+def _options_of(body: GenerateBody, params: SamplingBody, wanted: bool, mask: bool) -> LogprobOptions:
+    """Return the options of one prompt about its logprobs as a whole."""
+    of_slime = params.custom_params.return_top_p_token_ids
+    if of_slime and not wanted:
+        raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
+    if body.return_sampling_mask_logprobs and not mask:
+        raise InvalidField("return_sampling_mask_logprobs", "expected return_sampling_mask with it")
+    mode = params.logprobs_mode or body.logprobs_mode or "temperature"
+    return LogprobOptions(
+        wanted=wanted,
+        top_p_ids=of_slime,
+        mask=body.sampling_logprobs_mode if mask else "",
+        mask_logprobs=mask and (body.return_sampling_mask_logprobs or body.sampling_logprobs_mode == "support"),
+        temperature_scaled=mode == "temperature" and not (mask or of_slime),
+    )
+
+
+def _asked_ids(body: GenerateBody, inputs: list[Any], tops: list[int | None]) -> list[tuple[int, ...]]:
+    """Return the ids of token_ids_logprob for each prompt. They are ids, or a list of ids for each prompt."""
+    given, field = body.token_ids_logprob or [], "token_ids_logprob"
+    flat = isinstance(given, list) and not any(isinstance(ids, list) for ids in given)
+    of_prompts = [given] * len(inputs) if flat else per_prompt(field, given, inputs)
+    for ids, top in zip(of_prompts, tops, strict=True):
+        if ids and not (isinstance(ids, list) and all(type(token) is int for token in ids)):
+            raise InvalidField(field, "expected token ids, or a list of them per prompt")
+        if ids and top:
+            raise InvalidField("top_logprobs_num", f"expected 0 with token_ids_logprob, got {top}")
+    return [tuple(ids or ()) for ids in of_prompts]
+
+
+def _flat_forms(body: GenerateBody) -> tuple[str, str]:
+    """Return the forms of the best tokens of prompts and of outputs, see LogprobOptions."""
+    forms = []
+    for field in ("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"):
+        flat, as_base64 = getattr(body, field), getattr(body, f"{field}_b64")
+        if as_base64 and not flat:
+            raise InvalidField(f"{field}_b64", f"expected {field} with it")
+        forms.append("base64" if as_base64 else "list" if flat else "")
+    return forms[0], forms[1]
 
 
 async def _sampling(
     context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
 ) -> SamplingParams:
     """Return the parameters of one prompt. max_new_tokens is limited to the rest of the context, which is also its
-    value for null. With the kept ids, log probabilities are normalised over these ids, as in slime's SGLang."""
+    value for null. With the ids that tokens are drawn from, log probabilities are normalised over these ids."""
     wanted = params.max_new_tokens
     if wanted is not None and wanted < 0:
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
-    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
-    if logprobs.kept and mode != "processed":
-        raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
     given = given_fields(params, SamplingParams, NAMES)
+    cut = given.get("top_p", 1.0) < 1 or given.get("top_k", -1) > 0 or given.get("min_p", 0.0) > 0
+    masked = bool(logprobs.mask) or (logprobs.top_p_ids and cut)
+    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if masked else "temperature")
+    if masked and mode != "processed":
+        raise InvalidField("logprobs_mode", f"expected processed with the ids that tokens are drawn from, got {mode!r}")
     if 0.0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
         given["temperature"] = 0.0
     if given.get("seed", NO_SEED) != NO_SEED:
@@ -275,7 +347,9 @@ async def _sampling(
         "logprobs": logprobs.top if logprobs.wanted else None,
         "prompt_logprobs": logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
         "logprobs_mode": mode,
-        "return_kept": logprobs.kept,
+        "logprob_token_ids": logprobs.ids if logprobs.wanted else (),
+        "return_sampling_mask": masked,
+        "return_sampling_mask_logprobs": logprobs.mask_logprobs,
         **await _constraints(context, params),
     }
     max_tokens = None if wanted is None else max(wanted, 1)

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
+from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.calls import Routes
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import load_folder
 from fastdeploy.http.control.protocol import LoraName
 from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S
+from fastdeploy.http.dialects.skyrl import generate
 from fastdeploy.http.dialects.skyrl.deltas import CheckpointDeltas, FetchBody
 from fastdeploy.http.dialects.vllm.routes import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
@@ -66,6 +66,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
     deltas = CheckpointDeltas(context.config)
     weights = WeightUpdates(context.client, deltas)
     routes, methods = Routes(router), worker_methods(weights) | memory_methods(context)
+    generate.add_routes(router, context)
 
     @routes.post("/collective_rpc", RpcBody)
     async def collective_rpc(body: RpcBody) -> dict[str, Any]:
@@ -85,14 +86,6 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         report = await context.client.call(m.AbortArgs(lora_name=body.lora_name))
         aborted = [request["request_id"] for request in report["aborted"]]
         return {"status": "ok", "aborted": aborted, "count": len(aborted), "requests": report["aborted"]}
-
-    @router.post("/skyrl/v1/generate")
-    @RouteAccess.DATA
-    async def generate(request: Request) -> Response:
-        """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
-        data = parse_json(await request.body())
-        field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
-        raise InvalidField(field, "not supported by this server: use /inference/v1/generate")
 
     @routes.post("/fetch_weights", FetchBody)
     async def fetch_weights(body: FetchBody) -> dict[str, Any]:

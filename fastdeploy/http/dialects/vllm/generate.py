@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation
+from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields, check_vocabulary
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json, read_generation
+from fastdeploy.http.body import Body, LaxBody, given_fields, parse_body, parse_json, read_generation
 from fastdeploy.http.calls import read_lenient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import json_response
@@ -75,7 +76,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     async def generate(request: Request) -> Response:
         """Generate from token ids. X-Session-ID names the session, for a fleet. Without max_tokens the limit is
         the rest of the context, as in vLLM on this route (not the 16 of its SamplingParams)."""
-        body = parse_generate(await read_generation(request))
+        body = with_mask(context.config, parse_generate(await read_generation(request)))
         checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()
@@ -93,6 +94,17 @@ def parse_generate(data: dict[str, Any]) -> CompletionBody:
     return parse_body(asked, CompletionBody, UNSUPPORTED | NEUTRAL_SAMPLING)
 
 
+def with_mask(config: ServeConfig, body: CompletionBody) -> CompletionBody:
+    """Return ``body`` with the sampling masks of --return-sampling-mask, unless any token can be drawn. Clients of vLLM
+    cannot ask for them in the request."""
+    given = given_fields(body, SamplingParams)
+    limits = {name: given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given}
+    if not config.return_sampling_mask or not SamplingParams(**limits).limits_tokens:
+        return body
+    asked = {"return_sampling_mask": True, "return_sampling_mask_logprobs": config.return_sampling_mask_logprobs}
+    return body.model_copy(update=asked)
+
+
 class GenerateView(OpenAIReply):
     """A reply in vLLM's shape, without text and without the prompt."""
 
@@ -102,7 +114,7 @@ class GenerateView(OpenAIReply):
 
     def __init__(self, context: ServingContext, generation: Generation, body: CompletionBody):
         super().__init__(context, generation, body)
-        self._with_logprobs = body.logprobs is not None
+        self._with_logprobs = body.logprobs is not None or self._asks_ids
 
     async def body(self) -> dict[str, Any]:
         choices = await self.choices()
