@@ -23,7 +23,7 @@ def answers(text: str = "ok", reason: str = "length") -> Any:
 
     def script(add: AddRequest) -> list[m.Output]:
         ids = list(text.encode())
-        entries = [Logprob(-0.5, []) for _ in ids] if add.sampling.logprobs is not None else []
+        entries = [Logprob(-0.5) for _ in ids] if add.sampling.logprobs is not None else []
         spans = [Span("v1", 1, 0, len(ids))]
         return [m.Output(add.request_id, k, ids, entries, spans, reason) for k in range(add.n)]
 
