@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -75,15 +76,22 @@ class Settings:
             raise InvalidField(name, f"expected {expected}, got {getattr(self, name)!r}")
 
 
-def parse(argv: list[str] | None = None) -> Settings:
-    """Return the settings of a command line. Ends the program with a message for a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m examples.async_grpo", description="Train by asynchronous GRPO.")
+def parse(
+    argv: list[str] | None = None,
+    prog: str = "python -m examples.async_grpo",
+    description: str = "Train by asynchronous GRPO.",
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Return the settings of a command line. defaults: of this program, where they differ from those of Settings. Ends
+    the program with a message for a bad one."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     for entry in fields(Settings):
         name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
-        if isinstance(entry.default, bool):
+        default = (defaults or {}).get(entry.name, entry.default)
+        if isinstance(default, bool):
             parser.add_argument(name, action="store_true", help=text)
         else:
-            parser.add_argument(name, type=type(entry.default), default=entry.default, choices=CHOICES.get(entry.name),
+            parser.add_argument(name, type=type(default), default=default, choices=CHOICES.get(entry.name),
                                 help=f"{text} (default: %(default)s)")  # fmt: skip
     try:
         return Settings(**vars(parser.parse_args(argv)))

@@ -35,8 +35,8 @@ class Task(Protocol):
         """Note the mean reward of one group."""
 
     async def evaluate(self, client: RolloutClient, count: int) -> tuple[int, int]:
-        """Answer ``count`` held-out problems, with greedy sampling. Returns the number of right answers, and the number
-        of tokens of all answers."""
+        """Answer ``count`` held-out problems. Returns the number of right answers, and the number of tokens of all
+        answers."""
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, for a checkpoint."""

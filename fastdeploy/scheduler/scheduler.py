@@ -76,6 +76,7 @@ class Scheduler:
         self.waiting.push(request)
         if self._events.watched:
             whose = {"scope": request.scope.id, "request_id": request.group.client_id}
+            whose["session"] = request.group.add.session
             sizes = {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_output_tokens}
             self._events.add(EventKind.QUEUED, request.name, **whose, **sizes)
 
