@@ -171,6 +171,12 @@ also have tests with real processes in tests/e2e.
     tests/http/dialects/test_adapter_callers.py::test_the_first_sync_of_a_skyrl_tenant_aborts_an_adapter_that_was_never_loaded
 58. The refusal of a long prompt lacked the words that clients look for ("maximum context length").
     tests/http/openai/test_context_length.py::test_every_route_says_in_the_same_words_that_a_request_is_too_long
+59. A stream had other tool calls than the whole reply, or arguments that were no JSON.
+    tests/client/chat_format/test_chat_parser.py::test_the_message_does_not_depend_on_how_the_text_is_cut
+    tests/http/openai/test_chat_tools.py::test_the_stream_has_the_message_and_the_ids_of_the_whole_reply
+60. A broken tool call was lost, became another call, or made the reply an error.
+    tests/client/chat_format/test_chat_parser.py::test_a_broken_call_is_content_that_is_flagged
+    tests/http/openai/test_chat_tools.py::test_a_broken_call_is_content_with_a_flag
 """  # noqa: E501
 
 from __future__ import annotations
@@ -191,7 +197,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_every_test_of_the_table_exists():
     table = re.findall(r"^    (?:(tests/\S+)::)?(test_\w+)$", __doc__, re.M)
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", __doc__, re.M)]
-    assert numbers == list(range(1, 59)) and len(table) >= 60
+    assert numbers == list(range(1, 61)) and len(table) >= 60
     for path, name in table:
         source = (ROOT / (path or "tests/test_known_failures.py")).read_text()
         assert re.search(rf"^(async )?def {name}\(", source, re.M), name

@@ -189,11 +189,12 @@ int fd_attention_tasks(const Batch* b, const AttentionSpec* s, const Cache* c, i
   return guarded([&] { *count = make_tasks({*b, *s, c, nullptr, nullptr}).count; });
 }
 
-// cutoff_logits may be null; see fd::LogprobArgs for what a cutoff is.
+// allowed: null, or for each row null or the bits of the ids that may be drawn. cutoff_logits may be null; see
+// fd::LogprobArgs for what a cutoff is.
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out, float* cutoff_logits,
-              int32_t* cutoff_ids) {
-  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, out, cutoff_logits,
+              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,
+              int32_t* out, float* cutoff_logits, int32_t* cutoff_ids) {
+  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, allowed, out, cutoff_logits,
                    cutoff_ids);
 }
 

@@ -182,15 +182,15 @@ struct LogprobArgs {
   float* other_values;
 };
 
-#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                           \
-  namespace isa {                                                                                                \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                    \
-  void quantize_tile(const Weight& w, int64_t tile);                                                             \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                        \
-  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,  \
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out, float* cutoff_logits, \
-              int32_t* cutoff_ids);                                                                              \
-  void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                         \
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                          \
+  namespace isa {                                                                                               \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                   \
+  void quantize_tile(const Weight& w, int64_t tile);                                                            \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                       \
+  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
+              const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,    \
+              int32_t* out, float* cutoff_logits, int32_t* cutoff_ids);                                         \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                        \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)

@@ -23,24 +23,37 @@ struct Candidate {
 
 bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
-Floats16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
-  *count = static_cast<int>(std::min<int64_t>(16, n - i));
-  return *count == 16 ? load(x + i) : select((1u << *count) - 1, load_n(x + i, *count), set1(-INFINITY));
-}
+// The logits of a row. Those whose bit in `allowed` is 0 count as -inf; null = all are allowed.
+struct Logits {
+  const float* x;
+  int64_t n;
+  const uint32_t* allowed;
+
+  Mask allowed_lanes(int64_t i) const { return allowed == nullptr ? 0xffff : (allowed[i / 32] >> (i % 32)) & 0xffff; }
+  Floats16 full(int64_t i) const {  // 16 logits from i on, a multiple of 16
+    return allowed == nullptr ? load(x + i) : select(allowed_lanes(i), load(x + i), set1(-INFINITY));
+  }
+  Floats16 at(int64_t i, int* count) const {
+    *count = static_cast<int>(std::min<int64_t>(16, n - i));
+    if (*count == 16) return full(i);
+    return select(((1u << *count) - 1) & allowed_lanes(i), load_n(x + i, *count), set1(-INFINITY));
+  }
+};
 
 // Finds the lowest id of the largest logits. The id is -1 if the row is not finite: it has a NaN or +inf, or only -inf.
-Candidate argmax(const float* x, int64_t n) {
+Candidate argmax(const Logits& x) {
+  const int64_t n = x.n;
   Floats16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
   Mask numbers = 0xffff;  // NaN is not equal to itself
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
     for (int c = 0; c < 4; ++c) {
-      const Floats16 v = load(x + i + 16 * c);
+      const Floats16 v = x.full(i + 16 * c);
       numbers &= equal(v, v);
       top[c] = max(v, top[c]);
     }
   for (int count; i < n; i += 16) {
-    const Floats16 v = load_logits(x, i, n, &count);
+    const Floats16 v = x.at(i, &count);
     numbers &= equal(v, v);
     top[0] = max(v, top[0]);
   }
@@ -49,7 +62,7 @@ Candidate argmax(const float* x, int64_t n) {
   int32_t id = -1;
   for (i = 0; id < 0; i += 16) {
     int count;
-    const Mask same = equal(load_logits(x, i, n, &count), set1(best)) & ((1u << count) - 1);
+    const Mask same = equal(x.at(i, &count), set1(best)) & ((1u << count) - 1);
     if (same != 0) id = static_cast<int32_t>(i + __builtin_ctz(same));
   }
   return {best, id};
@@ -57,8 +70,7 @@ Candidate argmax(const float* x, int64_t n) {
 
 // A row's distribution: weight(i) = exp((logit - best) / temperature), 0 beyond the boundary.
 struct Row {
-  const float* x;
-  int64_t n;
+  Logits x;
   float best, inverse_temperature;
 
   Floats16 weight(Floats16 logits) const { return exp(mul(sub(logits, set1(best)), set1(inverse_temperature))); }
@@ -86,10 +98,10 @@ Mask kept_lanes(Floats16 logits, int64_t i, Candidate boundary) {
 
 double block_mass(const Row& row, int64_t from, Candidate boundary) {
   Floats16 sum = zero();
-  const int64_t end = std::min(row.n, from + kBlock);
+  const int64_t end = std::min(row.x.n, from + kBlock);
   for (int64_t i = from; i < end; i += 16) {
     int count;
-    const Floats16 logits = load_logits(row.x, i, row.n, &count);
+    const Floats16 logits = row.x.at(i, &count);
     sum = add(sum, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
   }
   return reduce_add(sum);
@@ -109,13 +121,13 @@ Histogram histogram(const Row& row) {
   Histogram h = {};
   for (int d = 0; d < kDepths; ++d) h.floor[d] = row.best - kDepthUnits[d] / row.inverse_temperature;
   h.floor[kDepths] = -INFINITY;
-  for (int64_t from = 0; from < row.n; from += kBlock) {
+  for (int64_t from = 0; from < row.x.n; from += kBlock) {
     Floats16 sums[kDepths + 1];
     for (auto& s : sums) s = zero();
-    const int64_t end = std::min(row.n, from + kBlock);
+    const int64_t end = std::min(row.x.n, from + kBlock);
     for (int64_t i = from; i < end; i += 16) {
       int count;
-      const Floats16 logits = load_logits(row.x, i, row.n, &count);
+      const Floats16 logits = row.x.at(i, &count);
       const Floats16 weights = row.weight(logits);
       sums[kDepths] = add(sums[kDepths], weights);
       for (int d = kDepths - 1; d >= 0; --d) {
@@ -127,20 +139,21 @@ Histogram histogram(const Row& row) {
     }
     for (int d = 0; d <= kDepths; ++d) h.mass[d] += reduce_add(sums[d]);
   }
-  h.count[kDepths] = row.n;
+  h.count[kDepths] = row.x.n;
   return h;
 }
 
 // All tokens with floor <= logit < ceiling.
 int64_t collect(const Row& row, float floor, float ceiling, Candidate* out) {
   int64_t found = 0;
-  for (int64_t i = 0; i < row.n; i += 16) {
+  for (int64_t i = 0; i < row.x.n; i += 16) {
     int count;
-    const Floats16 logits = load_logits(row.x, i, row.n, &count);
-    Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits) & ((1u << count) - 1);
+    const Floats16 logits = row.x.at(i, &count);
+    Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits);
+    inside &= ((1u << count) - 1) & row.x.allowed_lanes(i);
     for (; inside != 0; inside &= inside - 1) {
       const int64_t id = i + __builtin_ctz(inside);
-      out[found++] = {row.x[id], static_cast<int32_t>(id)};
+      out[found++] = {row.x.x[id], static_cast<int32_t>(id)};
     }
   }
   return found;
@@ -206,8 +219,8 @@ Candidate reach_mass(const Row& row, Candidate* begin, Candidate* end, double wa
 
 // The last token that all filters keep.
 Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p) {
-  Candidate boundary = {-INFINITY, static_cast<int32_t>(row.n)};
-  const bool use_k = top_k > 0 && top_k < row.n, use_p = top_p < 1.0f;
+  Candidate boundary = {-INFINITY, static_cast<int32_t>(row.x.n)};
+  const bool use_k = top_k > 0 && top_k < row.x.n, use_p = top_p < 1.0f;
   if (use_k || use_p) {
     const Histogram h = histogram(row);
     int depth = 0;
@@ -236,7 +249,7 @@ Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p)
     if (use_p && size > 0) boundary = reach_mass(row, list, list + size, top_p * total - mass_above);
   }
   if (min_p > 0.0f) {
-    const Candidate floor = {row.best + std::log(min_p) / row.inverse_temperature, static_cast<int32_t>(row.n)};
+    const Candidate floor = {row.best + std::log(min_p) / row.inverse_temperature, static_cast<int32_t>(row.x.n)};
     if (better(floor, boundary)) boundary = floor;
   }
   return boundary;
@@ -244,7 +257,7 @@ Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p)
 
 // Inverts the cumulative weight, in id order, at `uniform`.
 int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallback) {
-  const int64_t blocks = (row.n + kBlock - 1) / kBlock;
+  const int64_t blocks = (row.x.n + kBlock - 1) / kBlock;
   double* masses = static_cast<double*>(scratch(kScratchTask, static_cast<size_t>(blocks) * sizeof(double)));
   double total = 0;
   for (int64_t b = 0; b < blocks; ++b) total += masses[b] = block_mass(row, b * kBlock, boundary);
@@ -253,10 +266,10 @@ int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallbac
   int64_t b = 0;
   while (b + 1 < blocks && before + masses[b] <= target) before += masses[b++];
   int32_t chosen = fallback;
-  const int64_t end = std::min(row.n, (b + 1) * kBlock);
+  const int64_t end = std::min(row.x.n, (b + 1) * kBlock);
   for (int64_t i = b * kBlock; i < end; i += 16) {
     int count;
-    const Floats16 logits = load_logits(row.x, i, row.n, &count);
+    const Floats16 logits = row.x.at(i, &count);
     alignas(64) float weights[16];
     store(weights, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
     for (int lane = 0; lane < count; ++lane) {
@@ -272,17 +285,17 @@ int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallbac
 }  // namespace
 
 void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
-            const float* top_p, const float* min_p, const double* uniform, int32_t* out, float* cutoff_logits,
-            int32_t* cutoff_ids) {
+            const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed, int32_t* out,
+            float* cutoff_logits, int32_t* cutoff_ids) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const float* x = logits + r * vocab;
-      const Candidate best = argmax(x, vocab);
+      const Logits x = {logits + r * vocab, vocab, allowed == nullptr ? nullptr : allowed[r]};
+      const Candidate best = argmax(x);
       out[r] = best.id;
       Candidate cutoff = {-INFINITY, static_cast<int32_t>(vocab)};
       const float inverse = 1.0f / temperature[r];  // infinite for 0 and for numbers close to 0
       if (best.id >= 0 && std::isfinite(inverse)) {
-        const Row row = {x, vocab, best.logit, inverse};
+        const Row row = {x, best.logit, inverse};
         cutoff = find_boundary(row, top_k[r], top_p[r], min_p[r]);
         out[r] = draw(row, cutoff, uniform[r], best.id);
       } else if (best.id >= 0 && temperature[r] > 0) {
@@ -310,14 +323,14 @@ struct Scale {
 };
 
 // The sum of exp(scaled logit - the largest one) of the tokens up to the cutoff, in blocks, which are summed in double.
-double scaled_mass(const float* x, int64_t n, const Scale& scale, Candidate cutoff) {
+double scaled_mass(const Logits& x, const Scale& scale, Candidate cutoff) {
   double mass = 0;
-  for (int64_t from = 0; from < n; from += kBlock) {
+  for (int64_t from = 0; from < x.n; from += kBlock) {
     Floats16 sum = zero();
-    const int64_t end = std::min(n, from + kBlock);
+    const int64_t end = std::min(x.n, from + kBlock);
     for (int64_t i = from; i < end; i += 16) {
       int count;
-      const Floats16 logits = load_logits(x, i, n, &count);
+      const Floats16 logits = x.at(i, &count);
       const Floats16 weights = exp(sub(scale.of(logits), set1(scale.largest())));
       sum = add(sum, select(kept_lanes(logits, i, cutoff), weights, zero()));
     }
@@ -326,28 +339,28 @@ double scaled_mass(const float* x, int64_t n, const Scale& scale, Candidate cuto
   return mass;
 }
 
-int64_t count_greater(const float* x, int64_t n, float logit) {
+int64_t count_greater(const Logits& x, float logit) {
   int64_t found = 0;
-  for (int64_t i = 0; i < n; i += 16) {
+  for (int64_t i = 0; i < x.n; i += 16) {
     int count;
-    found += __builtin_popcount(greater(load_logits(x, i, n, &count), set1(logit)));
+    found += __builtin_popcount(greater(x.at(i, &count), set1(logit)));
   }
   return found;
 }
 
 // Writes the `top` best tokens up to the cutoff to `list`, best first, without those of probability 0. Returns how many
 // there are. The list has room for 2 * top + 16: whenever it is full, only the best of it stay.
-int64_t best_tokens(const float* x, int64_t n, Candidate cutoff, int64_t top, Candidate* list) {
+int64_t best_tokens(const Logits& x, Candidate cutoff, int64_t top, Candidate* list) {
   int64_t size = 0;
   float floor = -INFINITY;
-  for (int64_t i = 0; i < n; i += 16) {
+  for (int64_t i = 0; i < x.n; i += 16) {
     int count;
-    const Floats16 logits = load_logits(x, i, n, &count);
+    const Floats16 logits = x.at(i, &count);
     Mask wanted = greater(logits, set1(floor));
     if (wanted != 0) wanted &= kept_lanes(logits, i, cutoff);
     for (; wanted != 0; wanted &= wanted - 1) {
       const int64_t id = i + __builtin_ctz(wanted);
-      list[size++] = {x[id], static_cast<int32_t>(id)};
+      list[size++] = {x.x[id], static_cast<int32_t>(id)};
     }
     if (size > 2 * top) {
       select_best(list, list + size, top);
@@ -366,8 +379,8 @@ int64_t best_tokens(const float* x, int64_t n, Candidate cutoff, int64_t top, Ca
 void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const float* x = logits + r * vocab;
-      const Candidate best = argmax(x, vocab);
+      const Logits x = {logits + r * vocab, vocab, nullptr};
+      const Candidate best = argmax(x);
       const int64_t first_other = r > 0 && a.other_ends != nullptr ? a.other_ends[r - 1] : 0;
       const int64_t end_other = a.other_ends != nullptr ? a.other_ends[r] : 0;
       float* top_values = a.top_values + r * a.top;
@@ -384,21 +397,21 @@ void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArg
       const Scale scale = {best.logit, plain ? 1.0f : a.temperature[r], plain};
       Candidate cutoff = {-INFINITY, static_cast<int32_t>(vocab)};
       if (a.cutoff_logits != nullptr) cutoff = {a.cutoff_logits[r], a.cutoff_ids[r]};
-      const double log_mass = std::log(scaled_mass(x, vocab, scale, cutoff));
+      const double log_mass = std::log(scaled_mass(x, scale, cutoff));
       auto logprob = [&](float logit) {
         return static_cast<float>(static_cast<double>(scale.of(logit)) - scale.largest() - log_mass);
       };
-      const float chosen = x[a.ids[r]];
+      const float chosen = x.x[a.ids[r]];
       a.chosen[r] = logprob(chosen);
-      a.ranks[r] = static_cast<int32_t>(1 + count_greater(x, vocab, chosen));
+      a.ranks[r] = static_cast<int32_t>(1 + count_greater(x, chosen));
       for (int64_t k = first_other; k < end_other; ++k) {
-        const Candidate other = {x[a.other_ids[k]], a.other_ids[k]};
+        const Candidate other = {x.x[a.other_ids[k]], a.other_ids[k]};
         a.other_values[k] = better(cutoff, other) ? -INFINITY : logprob(other.logit);
       }
       if (a.top == 0) continue;
       const size_t room = static_cast<size_t>(2 * a.top + 16);
       auto* list = static_cast<Candidate*>(scratch(kScratchTask, room * sizeof(Candidate)));
-      const int64_t size = best_tokens(x, vocab, cutoff, a.top, list);
+      const int64_t size = best_tokens(x, cutoff, a.top, list);
       for (int64_t i = 0; i < size; ++i) {
         top_values[i] = logprob(list[i].logit);
         top_ids[i] = list[i].id;

@@ -11,10 +11,14 @@ from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
-from fastdeploy.core.errors import EngineError, InvalidField, NonFiniteLogits
+from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, NonFiniteLogits, NoTokenAllowed
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
+# Errors that end one choice, by their stop_reason. The other choices go on.
+OF_ONE_CHOICE: dict[int | str | None, type[FastDeployError]] = {
+    error.code: error for error in (NonFiniteLogits, NoTokenAllowed)
+}
 TOKENS_AT_ONCE = 128  # of one choice
 # Bytes of the sampling masks of one request: 100 to 1,000 per token with a usual top_p, up to a vocabulary without.
 MAX_MASK_BYTES = 64 << 20
@@ -88,13 +92,13 @@ class Generation:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def require_an_answer(self) -> None:
-        """Raise InvalidField if the client left before the end, and NonFiniteLogits if every choice ended with that
-        error."""
+        """Raise InvalidField if the client left before the end, and the error of the first choice if every choice ended
+        with one."""
         if self.gone and not self.finished:
             why = "the client closed the sending side of the connection before the answer, and so counts as gone"
             raise InvalidField("request", why)
         if all(choice.finish_reason == "error" for choice in self.choices):
-            raise NonFiniteLogits(self.choices[0].message)
+            raise choice_error(self.choices[0])
 
     def nudge(self) -> None:
         """Make :meth:`step` return."""
@@ -110,8 +114,8 @@ class Generation:
         nudge.
 
         Raises InvalidField for masks that are too large, the engine's refusal (RequestError), EngineDead, or
-        EngineError if the engine failed. A choice whose logits were not finite has the finish_reason "error", and the
-        others go on: see :meth:`require_an_answer`.
+        EngineError if the engine failed. A choice that ended with an error of OF_ONE_CHOICE has the finish_reason
+        "error", and the others go on: see :meth:`require_an_answer`.
         """
         deltas: list[tuple[int, ChoiceDelta]] = []
         for stream in sorted(await self._reader.wait(), key=self._streams.__getitem__):
@@ -142,7 +146,7 @@ class Generation:
             raise InvalidField("return_sampling_mask", f"{limit}: lower top_k, top_p or max_tokens")
         if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
             self.cached_tokens[i] = output.cached_tokens
-        if choice.finish_reason == "error" and choice.stop_reason != NonFiniteLogits.code:
+        if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
             stream.stop(self._sent_choice(stream, output.choice))
@@ -155,6 +159,11 @@ class Generation:
     def _sent_choice(self, stream: RequestStream, choice: int) -> int:
         """Return the number that a choice has in the request of ``stream``."""
         return choice
+
+
+def choice_error(choice: Choice) -> FastDeployError:
+    """Return the error that a choice with finish_reason "error" ended with."""
+    return OF_ONE_CHOICE.get(choice.stop_reason, EngineError)(choice.message)
 
 
 def _read_quietly(stream: RequestStream) -> list[Output]:

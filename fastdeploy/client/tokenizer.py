@@ -43,6 +43,7 @@ class Tokenizer:
     """The tokenizer of a Hugging Face folder: encode, decode, chat template.
 
     num_ids: ``decode`` leaves out this id and higher ones.
+    has_grammars: the engine can follow grammars with this tokenizer.
     byte_tokens: the byte of each token that stands for one where the vocabulary has no text (SentencePiece: <0xE2>).
     special: the ids of the special tokens, which ``decode`` may skip.
     context: the text of a token depends on so many tokens before it. One shows that the text does not begin with this
@@ -64,6 +65,7 @@ class Tokenizer:
             self.special = dict(zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True))
             unknown = set()
             self.num_ids = sys.maxsize  # such a tokenizer does not tell which ids are unknown
+        self.has_grammars = os.path.isfile(os.path.join(model_path, "tokenizer.json"))
         self._without_text = {True: frozenset(unknown.union(self.special.values())), False: frozenset(unknown)}
         has_bytes = backend is None or "ByteFallback" in decoder
         self.byte_tokens = {vocab[p]: int(p[3:5], 16) for p in vocab if has_bytes and BYTE_TOKEN.fullmatch(p)}

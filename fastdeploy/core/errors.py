@@ -242,6 +242,11 @@ class NonFiniteLogits(EngineError, code="non_finite_logits", status=500):
     with this error."""
 
 
+class NoTokenAllowed(RequestError, code="no_token_allowed", status=400):
+    """The grammar, allowed_token_ids and bad_words of a request leave no token, or its resumed tokens do not follow
+    its grammar. The code is also the ``stop_reason`` of a choice that ended with this error."""
+
+
 class EngineDead(EngineError, code="engine_dead", status=503):
     """The engine died. All open requests and calls have been answered."""
 

@@ -20,7 +20,7 @@ class EventKind(StrEnum):
     """The kinds of events, with the fields of each beyond ``name``.
 
     Of a request (one choice; ``name`` is "request id/choice"):
-        QUEUED     accepted. scope, request_id (that the client knows), prompt_tokens, max_tokens
+        QUEUED     accepted. scope, request_id (that the client knows), session, prompt_tokens, max_tokens
         ADMITTED   in the batch. cached_tokens, computed_before (output tokens that it has from before a preemption)
         FROZEN     the scope of its adapter was closed while it ran. A pause of the whole engine freezes no request: the
                    requests stay where they are, and PHASE says that the gate is closed

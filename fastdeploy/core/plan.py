@@ -22,6 +22,7 @@ class NewSequence(msgspec.Struct, frozen=True, gc=False):
     key: (request id, number of the choice). Random numbers depend on the number of the choice.
     num_prompt_tokens: later tokens count as output for penalties, including the output of an earlier attempt.
     banned: ids that may not be drawn at a position below banned_before (EOS and stop ids, until min_tokens is reached).
+    ends: EOS and stop ids, for a sequence with a grammar: they may be drawn only where the grammar may end.
     """
 
     key: tuple[str, int]
@@ -29,6 +30,7 @@ class NewSequence(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     banned: tuple[int, ...] = ()
     banned_before: int = 0
+    ends: tuple[int, ...] = ()
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
@@ -105,12 +107,19 @@ class NonFinite(msgspec.Struct, frozen=True, tag=1):
     position: int
 
 
+class NoneAllowed(msgspec.Struct, frozen=True, tag=2):
+    """No id may be drawn at ``position`` of the sequence. why: for the client."""
+
+    position: int
+    why: str
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """The result of a step. sampled: one entry per chunk of the plan, None if the chunk did not sample. elapsed_s: wall
     time of the step. prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is
     not finite."""
 
     step_id: int
-    sampled: list[Sampled | NonFinite | None]
+    sampled: Sequence[Sampled | NonFinite | NoneAllowed | None]
     elapsed_s: float
     prompt_logprobs: dict[int, list[Logprob] | NonFinite] = {}

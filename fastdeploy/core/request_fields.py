@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from fastdeploy.core.errors import ContextLengthExceeded, InvalidField
-from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_limits
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_limits, check_vocabulary
 
 MAX_N = 1024
 DAY_S = 86400.0
@@ -110,10 +110,3 @@ def check_room(prompt_tokens: int, output_tokens: int, max_model_len: int, field
     if prompt_tokens + output_tokens > max_model_len:
         asked = f"a prompt of {prompt_tokens} tokens, and room for at least {output_tokens} of output"
         raise ContextLengthExceeded(field, max_model_len, asked)
-
-
-def check_vocabulary(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidField for an id outside of the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(t for t in ids if not 0 <= t < vocab_size)
-        raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")

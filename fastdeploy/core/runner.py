@@ -18,7 +18,7 @@ class PartReceipt(NamedTuple):
 
 class ModelInfo(NamedTuple):
     """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
-    commit brings others. quantization: see ``EngineConfig``."""
+    commit brings others. quantization: see ``EngineConfig``. grammars: sequences may have a grammar."""
 
     name: str
     dtype: str
@@ -28,6 +28,7 @@ class ModelInfo(NamedTuple):
     num_blocks: int
     block_size: int
     quantization: str | None = None
+    grammars: bool = False
 
 
 class Staged(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.grammar import MAX_GRAMMAR_CHARS
 
 MAX_LOGPROBS = 1024  # of one position; teachers ask for 64 to 256
 # In all prompts of a request, with the entries of the prompts' own tokens: 16 MiB in the engine, and 50 to 100 bytes of
@@ -19,6 +21,8 @@ MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
 NO_SEED = -1  # of clients, as in vLLM: a seed is chosen for them
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES = get_args(LogprobsMode)
 TOP = "absent = none; 0 = of the sampled token only; k = of the k best tokens too"
@@ -41,6 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: fixes the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.
+    grammar: the output is a word of this grammar (core/grammar.py), or its beginning if it ends early; "" = any output.
+    EOS and stop ids may be drawn only where the grammar may end; where it cannot go on, nothing else may be. The output
+    begins behind the prompt without resumed_tokens. min_tokens keeps EOS away as long as the grammar can go on.
+    logit_bias: added to the logits of ids, before penalties. allowed_token_ids: no other id may be drawn; None = all.
+    bad_words: sequences of ids that may not be drawn; the last id of one is forbidden behind the others in the output.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] = 16
@@ -61,6 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
     return_sampling_mask: bool = False
     return_sampling_mask_logprobs: bool = False
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=1024)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=65536)] | None = None
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()
 
     def check(self) -> SamplingParams:
         """Return self, or raise InvalidField naming the first field that is out of range."""
@@ -81,14 +94,35 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             return self
         return msgspec.structs.replace(self, seed=secrets.randbits(SEED_BITS))
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise InvalidField for an id outside of the vocabulary."""
+        biased = [token for token, _ in self.logit_bias]
+        bad = [token for word in self.bad_words for token in word]
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", biased), ("bad_words", bad),
+                           ("allowed_token_ids", self.allowed_token_ids or ())):  # fmt: skip
+            check_vocabulary(ids, vocab_size, field)
+
     @property
     def limits_tokens(self) -> bool:
-        """Whether top_k, top_p or min_p may leave less than the whole vocabulary to draw from."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0)
+        """Whether top_k, top_p, min_p or a mask may leave less than the whole vocabulary to draw from."""
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0
+        return self.temperature > 0 and (filtered or self.is_masked)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask forbids some tokens."""
+        return bool(self.grammar or self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise InvalidField for an id outside of the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(t for t in ids if not 0 <= t < vocab_size)
+        raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
 
 
 def check_prompt_logprobs(top: int | None, num_tokens: int, field: str = "prompt_logprobs") -> None:

@@ -12,7 +12,7 @@ from fastdeploy.core.errors import (
     RequestsRejected,
 )
 from fastdeploy.core.request import Group, Request, Scope
-from fastdeploy.core.request_fields import AddRequest, check_prompt, check_vocabulary
+from fastdeploy.core.request_fields import AddRequest, check_prompt
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.core.served_weights import adapter_scope
@@ -110,8 +110,9 @@ class AdmissionControl:
         prompt, vocab_size = add.prompt_token_ids, self._info.vocab_size
         check_prompt(prompt, self._info.max_model_len, vocab_size)
         check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
-        check_vocabulary(add.sampling.stop_token_ids, vocab_size, "stop_token_ids")
-        check_vocabulary(add.sampling.logprob_token_ids, vocab_size, "logprob_token_ids")
+        add.sampling.check_ids(vocab_size)
+        if add.sampling.grammar and not self._info.grammars:
+            raise InvalidField("grammar", "this model's folder has no tokenizer.json, or names no EOS id")
         if add.resumed_tokens >= len(prompt):
             expected = f"an integer from 0 to {len(prompt) - 1} (one less than the tokens of the prompt)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")

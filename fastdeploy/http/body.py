@@ -17,6 +17,7 @@ from fastdeploy.http.openapi import described, schema_of
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "verbosity", "spaces_between_special_tokens", "stream_interval", "log_metrics",
+    "guided_decoding_backend",
     # The replica that computes the request: there is only one behind this address.
     "data_parallel_rank", "routed_dp_rank",
     # Of a chat. A completion is plain text.

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.client.chat_format.formats import ChatFormat, choose
+from fastdeploy.client.grammars import GrammarChecks
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
@@ -34,13 +35,14 @@ MAX_CHOICES = 4096  # of all prompts of one HTTP request
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. slice_lock: see Pace."""
+    uploads: places for weight uploads. slice_lock: see Pace. grammars: the checks of grammars."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
     def pace(self) -> Pace:
         """Return a new Pace, for one reply."""

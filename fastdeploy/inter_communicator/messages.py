@@ -313,7 +313,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     first output token. finish_reason: stop|length|abort|error. The last token of an output that ends with "stop" is the
     EOS or stop id; one without a token ends a choice in which the client found a stop string.
     stop_reason: the stop token id that ended the choice, "deadline", "queue_timeout", "adapter_unloaded" (in a fleet),
-    or "non_finite_logits" for an error of this choice alone; else None.
+    or "non_finite_logits" or "no_token_allowed" for an error of this choice alone; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, if asked for (choice 0 only).
     cached_tokens: tokens of the prompt's prefix hit, sent with the first output.
     message: cause of an abort or error. For an abort before the first token it starts with "Abort before prefill".

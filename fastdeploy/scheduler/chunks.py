@@ -65,12 +65,12 @@ class RunnerSequences:
 
     def _new_sequence(self, request: Request) -> NewSequence:
         sampling = request.sampling
-        banned: tuple[int, ...] = ()
-        if sampling.min_tokens:
-            known = self.eos_token_ids + sampling.stop_token_ids
-            banned = tuple(token for token in known if token < self._vocab_size)
+        known = self.eos_token_ids + sampling.stop_token_ids
+        ends = tuple(token for token in known if token < self._vocab_size)
+        banned = ends if sampling.min_tokens else ()
         banned_before = request.num_prompt_tokens + sampling.min_tokens if banned else 0
-        return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
+        ends = ends if sampling.grammar else ()
+        return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before, ends)
 
     def check_integrity(self, batch: Iterable[Request]) -> None:
         """Assert that every number is free or belongs to one request. batch: all requests that may have a number."""

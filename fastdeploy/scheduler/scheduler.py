@@ -7,9 +7,9 @@ from bisect import insort
 
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
-from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.errors import NonFiniteLogits, NoTokenAllowed
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import BlockCopy, NoneAllowed, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import (
     FinishReason,
     NewTokens,
@@ -76,6 +76,7 @@ class Scheduler:
         self.waiting.push(request)
         if self._events.watched:
             whose = {"scope": request.scope.id, "request_id": request.group.client_id}
+            whose["session"] = request.group.add.session
             sizes = {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_output_tokens}
             self._events.add(EventKind.QUEUED, request.name, **whose, **sizes)
 
@@ -272,6 +273,9 @@ class Scheduler:
             if isinstance(sampled, NonFinite):
                 self._end_non_finite(request, sampled, chunk)
                 continue
+            if isinstance(sampled, NoneAllowed):
+                self.end(request, FinishReason.ERROR, sampled.why, NoTokenAllowed.code)
+                continue
             if of_prompt is not None:
                 request.prompt_logprobs += of_prompt
             if sampled is None:
@@ -382,10 +386,10 @@ class Scheduler:
 
     def set_eos(self, token_ids: tuple[int, ...]) -> None:
         """End requests at these ids from the next token on. Each request in the batch that must not draw an EOS id
-        yet (min_tokens) is sent to the runner anew."""
+        yet (min_tokens, a grammar) is sent to the runner anew."""
         self._sequences.eos_token_ids = token_ids
         for request in (*self.running, *self.frozen):
-            if request.num_output_tokens < request.sampling.min_tokens:
+            if request.sampling.grammar or request.num_output_tokens < request.sampling.min_tokens:
                 self._sequences.forget(request)
 
     def check_integrity(self) -> None:

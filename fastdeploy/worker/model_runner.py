@@ -14,7 +14,7 @@ from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import NoneAllowed, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
@@ -31,6 +31,7 @@ from fastdeploy.worker.sequences import Adapters, Sequences, picked
 from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
 from fastdeploy.worker.token_logprobs import Wanted, ids_of, token_logprobs
+from fastdeploy.worker.token_masks import TokenMaskMaker
 from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 
 # Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
@@ -81,6 +82,7 @@ class ModelRunner:
         self.ops = ops if ops is not None else get_ops(dtype)
         self._sampler = Sampler(self.ops)
         self._sequences = Sequences(block_size)
+        self._masks = TokenMaskMaker(model_path, self.config.vocab_size, self.config.eos_token_ids)
         wanted_len = _wanted_len(max_model_len, self.config)
         block_bytes = self._new_cache(1, block_size).nbytes
         if num_blocks is not None:
@@ -121,6 +123,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             quantization=quantization,
+            grammars=self._masks.has_grammars,
         )
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
@@ -287,7 +290,7 @@ class ModelRunner:
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
-    ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
+    ) -> tuple[list[Sampled | NonFinite | NoneAllowed | None], dict[int, list[Logprob] | NonFinite]]:
         """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch, numbers = self._sequences.batch(chunks)
         [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
@@ -299,19 +302,25 @@ class ModelRunner:
         weights, cache = self.weights, self.cache
         assert weights is not None and cache is not None
         adapters = self._adapters.rows_of(chunks, batch.cu_tokens)
-        hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers, adapters)
+        masks = self._masks.begin(chunks, sampling, self._sequences)
+        try:
+            hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers, adapters)
+        finally:
+            if masks is not None:
+                masks.result()  # also of a step that is given up: the next one continues the same grammars
         for i, span in zip(asking, spans, strict=True):
             first = int(np.searchsorted(rows, span[0]))
             of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers, picked(adapters, span))
         if asking and len(sampling):
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, drawn_rows)))
-        result: list[Sampled | NonFinite | None] = [None] * len(chunks)
+        result: list[Sampled | NonFinite | NoneAllowed | None] = [None] * len(chunks)
         if len(sampling):
             logits = self.model.logits(weights, hidden, picked(adapters, drawn_rows))
             positions = batch.positions[drawn_rows].astype(np.int64) + 1
             drawing = numbers[sampling] if counts is None else numbers[sampling].repeat(counts)
-            drawn = self._sampler.sample(logits, self._sequences.draws(drawing, positions, counts))
-            for i, one in zip(sampling.tolist(), drawn, strict=True):
+            of_rows = self._sequences.draws(drawing, positions, counts)
+            drawn = self._sampler.sample(logits, of_rows, None if masks is None else masks.result())
+            for i, one in zip(sampling.tolist(), drawn if masks is None else masks.explained(drawn), strict=True):
                 result[i] = one
         return result, of_prompts
 

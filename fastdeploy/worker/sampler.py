@@ -1,10 +1,12 @@
-"""From logits to tokens: penalties, banned ids, random numbers, the draw, and logprobs where a row asks for them.
+"""From logits to tokens: biases, penalties, banned ids, masks, random numbers, the draw, and logprobs where a row asks
+for them.
 
 Logprobs are of one of three distributions, per row:
     raw          log softmax(logits)
     temperature  log softmax(logits / temperature); greedy: raw
-    processed    the distribution that the token is drawn from: after penalties and bans, temperature, top_k, top_p and
-                 min_p, renormalised; greedy: log softmax of the logits after penalties and bans, as in vLLM
+    processed    the distribution that the token is drawn from: after biases, penalties, bans and masks, temperature,
+                 top_k, top_p and min_p, renormalised; greedy: log softmax of the logits after biases, penalties, bans
+                 and masks, as in vLLM
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenMasks
 from fastdeploy.worker.sequences import Draws
 from fastdeploy.worker.token_logprobs import divisors, token_logprobs, wanted_of
 
@@ -34,6 +36,7 @@ class _Rows:
         params = [sequence.sampling for sequence in sequences]
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
+        self.biased = [i for i, p in enumerate(params) if p.logit_bias]
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
         self.has_bans = bool(self.banned_before.any())
         self.temperature = np.array([p.temperature for p in params], np.float64)
@@ -71,18 +74,22 @@ class Sampler:
         self._ops = ops
         self._rows = _Rows([])
 
-    def sample(self, logits: paddle.Tensor, draws: Draws) -> list[Sampled | NonFinite]:
-        """Draw one token from each row of logits [R, V], which may be overwritten. Returns the tokens of each sequence:
-        those of its rows up to the first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The
-        result is NonFinite if no token can be drawn from the first row of a sequence, or if the logprob there is not a
-        number. Such a later row counts as one behind a wrong draft."""
+    def sample(self, logits: paddle.Tensor, draws: Draws, masks: TokenMasks | None = None) -> list[Sampled | NonFinite]:
+        """Draw one token from each row of logits [R, V], which may be overwritten. masks: the ids that may be drawn;
+        the others count as ids with the logit -inf. Returns the tokens of each sequence: those of its rows up to the
+        first whose draft is wrong. Logprobs are in the mode that the sequence asks for. The result is NonFinite if no
+        token can be drawn from the first row of a sequence, or if the logprob there is not a number. Such a later row
+        counts as one behind a wrong draft."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
         banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
-        touched = rows.penalised or banned
+        if masks is not None:
+            banned = [row for row in banned if row not in masks.rows]  # their masks have the bans
+        touched = rows.biased or rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
+        _apply_biases(logits, draws, rows.biased)
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
         cutoff = Cutoff.empty(len(positions)) if PROCESSED in rows.by_mode else None
-        token_ids = self._ops.sample(logits, rows.sample_batch(positions), cutoff)
+        token_ids = self._ops.sample(logits, rows.sample_batch(positions), cutoff, masks)
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -90,7 +97,9 @@ class Sampler:
         reached = draws.reached(token_ids)
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
-            draw = Draw(logits if mode == PROCESSED else raw, token_ids, cutoff)
+            draw = Draw(raw, token_ids, cutoff)
+            if mode == PROCESSED:
+                draw = Draw(logits if masks is None else _masked(logits, masks), token_ids, cutoff)
             logprobs = _logprobs(self._ops, mode, draw, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
@@ -130,6 +139,21 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
             as_raw = p.logprobs_mode == TEMPERATURE and p.temperature in (0.0, 1.0)
             rows.setdefault(RAW if as_raw else p.logprobs_mode, []).append(i)
     return rows
+
+
+def _masked(logits: paddle.Tensor, masks: TokenMasks) -> paddle.Tensor:
+    return paddle.to_tensor(masks.applied(logits.numpy()))
+
+
+def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:
+    """Add the logit_bias of ``rows`` to the logits, in place."""
+    if not rows:
+        return
+    biases = [dict(draws.sequences[i].sampling.logit_bias) for i in rows]
+    ids = [np.array(list(bias), np.int64) for bias in biases]
+    added = np.concatenate([np.array(list(bias.values()), np.float32) for bias in biases])
+    old = paddle.gather_nd(logits, paddle.to_tensor(_indices(rows, ids))).numpy()
+    _put(logits, rows, ids, old + added)
 
 
 def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: list[int]) -> None:

@@ -107,6 +107,21 @@ def test_bars_have_the_colours_of_the_versions_that_computed_them(open_page, ui_
     assert {reason for stream in streams for reason in stream.wait_end().finals} == {"length"}
 
 
+def test_the_turns_of_a_session_lie_behind_each_other_in_one_lane(open_page):
+    lanes = open_page().evaluate(
+        """async () => {
+        const { setLanes } = await import("/ui/timeline.js");
+        const bar = (session, at, to) => ({ session, at, to, lane: null });
+        const [a, b, none] = ["a", "b", ""];
+        const bars = [bar(a, 0, 2), bar(b, 0.5, 1), bar(none, 0.6, 0.7), bar(b, 1.1, 3), bar(a, 2, null)];
+        bars.push(bar(none, 4, 5));
+        setLanes(bars);
+        return bars.map((one) => one.lane);
+    }"""
+    )
+    assert lanes == [0, 1, 2, 1, 0, 2]
+
+
 def test_a_hold_of_a_trainer_and_a_weight_session_are_shown(open_page, ui_server):
     page = open_page()
     ui_server.post("/v1/pause", {"mode": "wait", "hold_id": "trainer", "ttl_s": 100})

@@ -42,7 +42,7 @@ class Engines:
     def send(self, tokens: list[int], choice: int = 0, at: int = -1, start: int = 0, reason: str | None = None) -> None:
         """Send tokens of a choice in the stream number ``at``."""
         spans = [Span("v", 1, start, start + len(tokens))]
-        logprobs = [Logprob(-1.0, []) for _ in tokens]
+        logprobs = [Logprob(-1.0) for _ in tokens]
         output = Output("r", choice, tokens, logprobs, spans, finish_reason=reason)
         self.streams[at].put(output)
         self.streams[at].wake()

@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -46,9 +48,17 @@ ONE_OF_BOTH = CALL_ONLY.replace(
 )
 # As Gemma 4: the text of a message follows the results of its tool calls, which open with the token that ended it.
 TEXT_LAST = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}<end>{% else %}"
-    "<start>{{ m.role }}\n{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<return>{% endif %}"
-    "{% if not m.tool_calls %}{{ m.content }}<end>{% endif %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'tool' %}<start>{{ m.role }}\n"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<return>"
+    "{% for r in messages[loop.index:] %}{{ r.content if r.role == 'tool' }}{% endfor %}{% endif %}"
+    "{% if m.content %}{{ m.content }}<end>{% endif %}{% endif %}{% endfor %}"
+)
+# As gpt-oss: a message with a tool call has a text or a reasoning, and only the last message has a reasoning.
+REASONED = (
+    "{% for m in messages %}"
+    "{% if m.tool_calls and m.content and m.reasoning_content %}{{ raise_exception('two contents') }}{% endif %}"
+    "<start>{{ m.role }}\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<end>{% endfor %}"
 )
 # Writes a tool call only while its result is not known.
 REWRITTEN = (
@@ -154,7 +164,13 @@ def test_a_template_that_writes_the_text_behind_the_results_of_its_tool_calls(tm
     tokenizer = make(tmp_path, TEXT_LAST)
     known = ids_of(tokenizer, "add<return>")
     got = extended(tokenizer, [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [RESULT], known)
-    assert got == known + ids_of(tokenizer, "2<end>")
+    assert got == known + ids_of(tokenizer, "2")
+
+
+def test_a_template_that_takes_no_text_beside_reasoning(tmp_path):
+    tokenizer = make(tmp_path, REASONED)
+    turn = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+    assert extended(tokenizer, [ASK, turn], [RESULT], [77]) == [77, *ids_of(tokenizer, "<end><start>tool\n2<end>")]
 
 
 def test_none_if_the_template_writes_the_turn_in_another_way_once_messages_follow(tmp_path):
@@ -173,6 +189,37 @@ def test_a_conversation_that_the_template_refuses_is_an_error(tmp_path):
     tokenizer = make(tmp_path, REFUSING)
     with pytest.raises(InvalidField, match="no evil"):
         extended(tokenizer, [ASK, {"role": "assistant", "content": "2"}], [{"role": "evil", "content": ""}], [1])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [("", "x", ""), ("abc", "abd", "ab"), ("ab", "abc", "ab"), ("xab", "ab", ""), ("é", "é", "é")],
+)
+@st.composite
+def turns(draw) -> list[tuple[str, str, bool]]:
+    """Draw turns: what is asked, what is sampled, and whether the turn was cut before its end."""
+    text = st.text(st.sampled_from("more \n<end>é"), max_size=8)
+    return draw(st.lists(st.tuples(text, text, st.booleans()), min_size=1, max_size=4))
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory) -> Tokenizer:
+    return make(tmp_path_factory.mktemp("chatml"), CHATML)
+
+
+@given(turns())
+def test_each_turn_of_a_conversation_begins_with_the_ids_of_the_turn_before_and_has_the_text_of_all(chatml, drawn):
+    """The sampled tokens are single bytes, which the tokenizer would merge."""
+    messages: list[dict] = []
+    known: list[int] = []
+    for asked, sampled, cut in drawn:
+        messages.append({"role": "user", "content": asked})
+        whole = asyncio.run(chatml.chat_text(messages, True, False, {}))
+        prompt = extended(chatml, messages[:-1], messages[-1:], known) if known else ids_of(chatml, whole)
+        assert prompt is not None and prompt[: len(known)] == known
+        assert chatml.decode(prompt, skip_special_tokens=False) == whole
+        messages.append({"role": "assistant", "content": sampled})
+        known = prompt + [*sampled.encode()] + ([] if cut else ids_of(chatml, "<end>"))
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_the_same_request_gets_the_same_tokens_alone_and_in_a_crowd(complete):
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_p": 2.0}, "top_p"),
         ({"n": 0}, "n"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type"),
         ({"extra_body": {"return_routed_experts": True}}, "return_routed_experts"),
         ({"prompt": [10**6]}, "prompt"),
         ({"prompt": ""}, "prompt"),

@@ -3,6 +3,7 @@ and no death, and the rows of its session are what the engine sampled."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import uuid
@@ -10,11 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, Server, in_background, until
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.http.sessions.store import SessionStore
+from fastdeploy.http.sessions.trajectory import rows
+from fastdeploy.rl.scoring import Scorer
 
 USER = [{"role": "user", "content": "12+7="}]
 LENGTH = 800
@@ -107,6 +113,20 @@ def test_the_log_probabilities_are_those_that_the_server_gives_to_others(server)
     assert row["logprobs"][len(turn.prompt_token_ids) :] == same["logprobs"]["token_logprobs"]
 
 
+def test_the_trainer_computes_the_same_log_probabilities_to_the_bit(server):
+    agent = Agent(server)
+    for _ in range(3):
+        agent.turn()
+    agent.messages = agent.messages[:3]
+    agent.turn()
+    scorer = Scorer(str(MODEL_DIR), dtype=server.weights()["dtype"])
+    for row in agent.rows():
+        first = row["loss_mask"].index(1)
+        scored = scorer.logprobs([(row["token_ids"][:first], row["token_ids"][first:])]).numpy()
+        sampled = np.array(row["loss_mask"][first:], bool)
+        assert scored[sampled].tolist() == np.array(row["logprobs"][first:], np.float32)[sampled].tolist()
+
+
 def test_a_completion_of_ids_continues_the_turn_that_they_begin_with(server):
     agent = Agent(server)
     first = agent.turn()
@@ -182,8 +202,10 @@ def test_a_commit_in_the_middle_of_a_turn_is_in_its_spans(to_update, new_weights
     ]
 
 
-def test_the_death_of_an_api_server_and_of_the_engine_loses_nothing(start_server):
-    with start_server("--workers", "2") as server:
+def test_the_deaths_of_api_servers_and_of_the_engine_lose_nothing_and_the_folder_outlives_the_server(
+    start_server, tmp_path
+):
+    with start_server("--workers", "2", "--session-dir", str(tmp_path)) as server:
         alone = Agent(server).ask(max_tokens=LENGTH, seed=7).token_ids
         agent = Agent(server)
         turns = [agent.turn()]
@@ -196,19 +218,12 @@ def test_the_death_of_an_api_server_and_of_the_engine_loses_nothing(start_server
         other = Agent(server)
         future = running_turn(other, seed=7)
         os.kill(server.engine_pid, signal.SIGKILL)
+        turns.append(agent.turn())  # waits for the next engine
         assert future.result(60).token_ids == alone
-        turns.append(agent.turn())
         assert_rows_say(agent.rows()[0], turns)
-
-
-def test_the_folder_of_sessions_outlives_the_server(start_server, tmp_path):
-    with start_server("--session-dir", str(tmp_path)) as server:
-        agent = Agent(server)
-        first = agent.turn()
         server.stop()
-    with start_server("--session-dir", str(tmp_path)) as server:
-        agent.server = server
-        assert_rows_say(agent.rows()[0], [first])
+    _, stored = asyncio.run(SessionStore(str(tmp_path), 1 << 30, 100.0).read(b"", agent.name))
+    assert_rows_say(next(rows(stored)), turns)
 
 
 @pytest.fixture(scope="module")

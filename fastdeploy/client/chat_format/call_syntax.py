@@ -14,6 +14,7 @@ INNER_MARKERS = ("<｜tool▁sep｜>", "<arg_key>", "</arg_key>", "<arg_value>",
 # A name of a function, and the JSON schema of its arguments.
 Tools = Mapping[str, Mapping[str, Any]]
 FENCE = "```"
+MAX_DEPTH = 8  # of anyOf and oneOf in each other
 WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python, which templates write for JSON's
 JSON_KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 SPACE = re.compile(r"\s*")
@@ -173,16 +174,16 @@ def _as_json(value: str, schema: Any) -> str:
     return _encode(value).decode()
 
 
-def json_types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows. None = any."""
-    if not isinstance(schema, dict):
+def json_types(schema: Any, depth: int = 0) -> set[str]:
+    """Return the JSON types that a schema allows. None of them = any. depth: of the schema in anyOf and oneOf."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return set()
     given = schema.get("type")
-    kinds = set(given) if isinstance(given, list) else {given} if isinstance(given, str) else set()
+    kinds = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         for branch in branches if isinstance(branches, list) else ():
-            kinds |= json_types(branch)
+            kinds |= json_types(branch, depth + 1)
     if not kinds and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
         kinds = {"string"}
     return {"number" if kind == "integer" else kind for kind in kinds}

@@ -96,7 +96,8 @@ class Lark:
         """Return a value with the text behind it. Strings are not in quotes."""
         if json_types(schema) != {"string"}:
             return f"{self._json({**schema, **shared} if isinstance(schema, dict) else {})} {self.literal(end)}"
-        if options := [option for option in schema.get("enum") or () if isinstance(option, str)]:
+        given = schema.get("enum")
+        if options := [option for option in given if isinstance(option, str)] if isinstance(given, list) else []:
             return f"({' | '.join(self.literal(option) for option in options)}) {self.literal(end)}"
         return self.any_text(end)
 

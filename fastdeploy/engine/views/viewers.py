@@ -103,6 +103,7 @@ def _describe(request: Request, scheduler: Scheduler, now: float) -> dict[str, A
     return {
         "name": request.name,
         "request_id": request.group.client_id,
+        "session": request.group.add.session,
         "scope": request.scope.id,
         "state": ("frozen" if closed else "running") if in_batch else "waiting",
         "prompt_tokens": request.num_prompt_tokens,

@@ -21,9 +21,8 @@ class ReplyMessages:
         self._answer = answer_format(context, body)
         self._shows_reasoning = body.include_reasoning is not False
         prompt = generation.prompts[0]
-        fresh = prompt[: len(prompt) - body.request_fields.resumed_tokens]
-        self._starts_in_reasoning = in_reasoning(context, self._answer.format, fresh)
-        self._ids = f"{generation.request_id}/{len(fresh)}"
+        self._starts_in_reasoning = in_reasoning(context, self._answer.format, body, prompt)
+        self._ids = f"{generation.request_id}/{len(prompt) - body.request_fields.resumed_tokens}"
         self._parsers: dict[int, ChatParser] = {}
 
     def whole(self, index: int, choice: Choice) -> tuple[dict[str, Any], dict[str, Any]]:

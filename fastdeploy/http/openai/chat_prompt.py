@@ -20,6 +20,7 @@ from fastdeploy.http.openai.protocol import (
     sampling_of,
     text_options,
 )
+from fastdeploy.http.openai.structured import constraints
 
 
 async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | None = None) -> GenerationRequest:
@@ -45,7 +46,7 @@ async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | No
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
-    sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit)
+    sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit, await constraints(context, body))
     context.check_reply([sampling], [ids], body.request_fields.n)
     text = answer.text_options(context, text_options(context, body))
     return generation_request(body, "chatcmpl", [ids], [sampling], text, arrived, adapter)

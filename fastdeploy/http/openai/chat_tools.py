@@ -20,6 +20,7 @@ from fastdeploy.http.openai.protocol import ChatBody
 NAME = re.compile(r"[\w.:/-]{1,256}")
 DEVELOPER = "developer"
 NO_TOOLS: Tools = {}
+MAX_MARKER_TOKENS = 16  # of a marker that is no token of its own, with white space behind it
 
 
 class AnswerFormat(NamedTuple):
@@ -139,12 +140,15 @@ def _arguments(given: Any, as_text: bool) -> Any:
     return given
 
 
-def in_reasoning(context: ServingContext, format: ChatFormat, prompt: list[int]) -> bool:
-    """Return whether the prompt ends inside of reasoning, as the templates of models that always think do."""
+def in_reasoning(context: ServingContext, format: ChatFormat, body: ChatBody, prompt: list[int]) -> bool:
+    """Return whether the answer begins inside of reasoning: the template of a model that always thinks opens it, or the
+    message that the answer continues."""
     if format.reasoning is None:
         return False
-    end = context.require_tokenizer("messages").decode(prompt[-MAX_MARKER_TOKENS:], skip_special_tokens=False)
-    return end.rstrip().endswith(format.reasoning.opens)
-
-
-MAX_MARKER_TOKENS = 16  # of a marker that the vocabulary does not have, with white space behind it
+    opens, closes, _ = format.reasoning
+    last = body.messages[-1].content
+    if body.continue_final_message and isinstance(last, str) and opens in last:
+        return last.rfind(opens) > last.rfind(closes)
+    end = len(prompt) - body.request_fields.resumed_tokens
+    tail = prompt[max(0, end - MAX_MARKER_TOKENS) : end]
+    return context.require_tokenizer("messages").decode(tail, skip_special_tokens=False).rstrip().endswith(opens)

@@ -18,6 +18,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody, generation_request, sampling_of, text_options
 from fastdeploy.http.openai.reply import OpenAIReply, work_of
+from fastdeploy.http.openai.structured import constraints
 from fastdeploy.http.openapi import streams, takes
 
 DEFAULT_MAX_TOKENS = 16  # the default of OpenAI and vLLM
@@ -63,7 +64,8 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     prompts = await tokenise(context, body)
     wanted = default_max_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = ("max_tokens", 1 if body.prompt_only else wanted)
-    sampling = [sampling_of(context, body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    limits = await constraints(context, body)
+    sampling = [sampling_of(context, body, len(ids), body.logprobs, max_tokens, limits) for ids in prompts]
     prompt_field = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
     context.check_reply(sampling, prompts, body.request_fields.n, prompt_field)
     text = text_options(context, body, body.prompt_only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from fastdeploy.core.request_fields import MAX_REQUEST_ID_CHARS, REQUEST_ID, TIM
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.http.body import Body, Int64, body_fields, given_fields
 from fastdeploy.http.context import ServingContext, engine_requests
+from fastdeploy.http.openai.structured import ConstrainedBody
 from fastdeploy.http.openapi import described
 
 # Fields of OpenAI, vLLM and SGLang that are not supported, each with the values that mean "not used".
@@ -29,23 +30,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "return_cached_tokens_details", "return_meta_info",
     ), (None, False)),
     **dict.fromkeys((
-        "allowed_token_ids", "audio", "audio_data", "bad_words", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+        "audio", "audio_data", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "custom_logit_processor", "custom_params", "documents", "ebnf", "extra_key", "functions",
-        "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_regex",
-        "guided_whitespace_pattern", "image_data", "input_embeds", "json_schema", "kv_transfer_params",
-        "logit_bias", "logits_processors", "lora_id", "lora_name",
+        "image_data", "input_embeds", "json_schema", "kv_transfer_params", "logits_processors", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
-        "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
+        "structural_tag", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
         "video_data", "vllm_xargs", "watermark",
     ), EMPTY),
-    **dict.fromkeys(("guided_json", "web_search_options"), (None,)),  # {} asks for any JSON, and for a search
+    "web_search_options": (None,),  # {} asks for a search
     "best_of": (None, 1),
     "chat_template": (None,),
     "input_ids": (None,),
     "lora_path": (None, ""),
     "tools": (None, []),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
@@ -73,11 +71,11 @@ else:
         "CoreFieldsBody",
         __base__=Body,
         **body_fields(RequestFields),
-        **body_fields(SamplingParams, without={"logprobs"}),
+        **body_fields(SamplingParams, without={"logprobs", "grammar", "logit_bias", "bad_words"}),
     )
 
 
-class GenerationBody(CoreFieldsBody):
+class GenerationBody(CoreFieldsBody, ConstrainedBody):
     """Fields that completions and chat have in common. Those of RequestFields and SamplingParams are listed only where
     they differ here. None means "absent", since clients send explicit nulls. max_tokens: 0 with echo. seed -1 = none.
     top_k -1 = off. detokenize: false = the answer has no text, as in vLLM."""
@@ -165,7 +163,8 @@ class ChatBody(GenerationBody):
     content. chat_template: used instead of the model's template; needs --trust-request-chat-template.
 
     input_ids: the prompt; the messages are checked, and not rendered. required_prefix_token_ids: the prompt begins with
-    them, and they end with the last turn of the assistant. lora_path: the name of an adapter. return_meta_info: choices
+    them, and they end with the last turn of the assistant; HUD's agents name them prompt_token_ids, and count the
+    messages before the new ones in continuation_from. lora_path: the name of an adapter. return_meta_info: choices
     have SGLang's meta_info; not for streams."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
@@ -184,6 +183,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     input_ids: Annotated[Any, described(list[int])] = None
     required_prefix_token_ids: Annotated[Any, described(list[int])] = None
+    prompt_token_ids: Annotated[Any, described(list[int])] = None
+    continuation_from: Int64 | None = None
     lora_path: str | None = None
     return_meta_info: bool | None = None
 
@@ -203,14 +204,15 @@ def sampling_of(
     prompt_tokens: int,
     logprobs: int | None,
     limit: tuple[str, int | None],
+    constraints: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the checked parameters for one prompt. limit: (name of the field, its value) of max_tokens. None = the
-    rest of the context."""
+    """Return the checked parameters for one prompt. constraints: see ``structured.constraints``. limit: (name of the
+    field, its value) of max_tokens. None = the rest of the context."""
     field, max_tokens = limit
     if max_tokens is not None and max_tokens < 1:
         raise InvalidField(field, f"expected an integer >= 1, got {max_tokens}")
     given = given_fields(body, SamplingParams)
-    given |= {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs_wanted()}
+    given |= {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs_wanted(), **constraints}
     return context.sampling(given, prompt_tokens, max_tokens)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from fastdeploy.client.choice import Choice, ChoiceDelta
-from fastdeploy.client.generation import Generation
+from fastdeploy.client.generation import Generation, choice_error
 from fastdeploy.client.pace import Pace
-from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import given_fields
@@ -60,11 +59,6 @@ def weight_version(spans: Iterable[Span]) -> int | None:
 def _age(span: Span) -> tuple[int, int]:
     """Return a key that never falls from one span of a choice to the next."""
     return span.weight_epoch, span.adapter_epoch
-
-
-def choice_error(choice: Choice) -> dict[str, Any]:
-    """Return {"error": {...}} for a choice that ended with an error, else {}. Other choices may be complete."""
-    return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -262,7 +256,7 @@ def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 def _end_of(choice: Choice) -> dict[str, Any]:
     """Return the fields that a choice has when it has ended."""
     end = {"stop_reason": choice.stop_reason, **version_bounds(choice.spans), "num_preempted": choice.num_preempted}
-    return end | choice_error(choice)
+    return end | error_body(choice_error(choice)) if choice.finish_reason == "error" else end
 
 
 def token_name(token_id: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from fastdeploy.http.guards.keys import Keys
 from fastdeploy.http.guards.route_access import bearer_key
 from fastdeploy.http.openai import chat_prompt, completion
 from fastdeploy.http.openai.chat import ChatView
-from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
 from fastdeploy.http.sessions import turns_table
 from fastdeploy.http.sessions.messages import MessagesReply
 from fastdeploy.http.sessions.messages_body import CountBody, MessagesBody, chat_of
@@ -27,6 +28,9 @@ from fastdeploy.http.sessions.recording import RecordedGeneration
 from fastdeploy.http.sessions.store import SessionStore, owner_of
 
 NAME = re.compile(r"[A-Za-z0-9._:@~=+-]+")
+Body = TypeVar("Body", bound=GenerationBody)
+ENGINE_S = 60.0  # for which a request waits for an engine
+SHOWN = ("message", "tool_call_errors")  # of a choice, in a turn
 # Why a turn begins with no ids of an earlier turn.
 FIRST, UNKNOWN, REWRITTEN = "first turn", "its messages continue no earlier turn", "the chat template rewrites turns"
 
@@ -57,17 +61,18 @@ class Agents:
 
     async def chat_view(self, request: Request, data: dict[str, Any]) -> ChatView:
         """Return the reply to a chat with the fields ``data``, which has not begun yet."""
-        body = parse_body(data, ChatBody, UNSUPPORTED)
+        body = _checked(parse_body(data, ChatBody, UNSUPPORTED))
         chain = await asyncio.to_thread(chain_of, data, data["messages"])
         session, found = await self.store.begin(self.owner(request), session_name(request), chain[:-1])
+        await self._engine()
         known = None if found is None else KnownTurn(found.num_messages, found.ids)
         checked = await chat_prompt.prepare(self.context, body, known)
         about = _beginning(found, checked.requests[0].prompt_token_ids, session.num_turns)
 
         async def show(index: int, choice: Choice) -> tuple[dict[str, Any], bytes | None]:
             view = ChatView(self.context, generation, body.model_copy(update={"logprobs": None}))
-            message = (await view.choice(index, choice))["message"]
-            return {"message": message}, chain_with(chain, message)
+            made = await view.choice(index, choice)
+            return {name: made[name] for name in SHOWN if name in made}, chain_with(chain, made["message"])
 
         generation = RecordedGeneration(self.context, self.store, checked, session.uid, show, about)
         return ChatView(self.context, generation, body)
@@ -85,8 +90,9 @@ class Agents:
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion. Its turn continues the turn whose ids begin its prompt."""
-        body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
+        body = _checked(parse_body(await read_generation(request), CompletionBody, UNSUPPORTED))
         session, _ = await self.store.begin(self.owner(request), session_name(request))
+        await self._engine()
         checked = await completion.prepare(self.context, body, completion.DEFAULT_MAX_TOKENS)
 
         async def show(index: int, choice: Choice) -> tuple[dict[str, Any], bytes | None]:
@@ -94,6 +100,20 @@ class Agents:
 
         generation = RecordedGeneration(self.context, self.store, checked, session.uid, show, {})
         return completion.CompletionView(self.context, generation, body).response()
+
+    async def _engine(self) -> None:
+        """Wait for the engine, which may be replaced at this moment. Raises EngineDead if it does not come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENGINE_S):
+                await self.context.client.connected.wait()
+        await self.context.client.require_engine()
+
+
+def _checked(body: Body) -> Body:
+    """Return ``body``. Raises InvalidField for a field that a session has no use for."""
+    if body.request_fields.retain_s:
+        raise InvalidField("retain_s", "expected none in a session that remembers: its turns are kept")
+    return body
 
 
 def _beginning(found: turns_table.KnownTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class MessagesReply:
         self._view = view
         self._streams = streams
         self._blocks = BlockEvents()
+        self._started = False
 
     def response(self) -> Response:
         generation = self._view.generation
@@ -66,7 +67,8 @@ class MessagesReply:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     async def _events(self, index: int, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        events = [{"type": "message_start", "message": self._message([])}] if delta.first == 0 else []
+        events = [] if self._started else [{"type": "message_start", "message": self._message([])}]
+        self._started = True
         for chunk in await self._view.events(index, delta):
             (choice,) = chunk["choices"]
             events += self._blocks.of(choice["delta"])

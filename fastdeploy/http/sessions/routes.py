@@ -73,8 +73,10 @@ def sessions_router(agents: Agents) -> APIRouter:
     @RouteAccess.DATA
     async def end_session(request: Request) -> Response:
         """Abort the requests of a session that run, and forget the session."""
-        session = await store.end(agents.owner(request), session_name(request))
+        owner, name = agents.owner(request), session_name(request)
+        session = await store.find(owner, name)
         aborted = (await client.call(m.AbortArgs(session=session.uid)))["aborted"]
+        await store.end(owner, name)
         return json_response({**_shown(session), "deleted": True, "aborted": aborted})
 
     @router.post("/v1/sessions/{session}/abort")

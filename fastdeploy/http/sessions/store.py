@@ -33,6 +33,7 @@ BUSY_S = 30.0  # for which one process waits for another one that writes
 MAX_TURNS = 10_000
 MAX_TOKENS = 8 << 20
 MAX_LISTED = 1000
+SHOWN_CHARS = 128  # of a name, at the beginning of the uid, for those who look at the engine
 T = TypeVar("T")
 
 
@@ -114,7 +115,7 @@ class SessionStore:
         try:
             with self._transaction(lock) as db:
                 return call(db, *args)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             logger.error("the sessions in %s cannot be used: %s", self._path, error)
             raise SessionStoreFailed(f"the sessions cannot be read or written: {error}") from error
 
@@ -137,7 +138,7 @@ class SessionStore:
         now = time.time()
         db.execute("DELETE FROM session WHERE used < ?", (now - self._ttl_s,))
         row = db.execute(f"SELECT {FIELDS} FROM session WHERE owner = ? AND name = ?", (owner, name)).fetchone()
-        session = Session(*row) if row else Session(uuid.uuid4().hex, name, now, now, 0, 0)
+        session = Session(*row) if row else Session(f"{name[:SHOWN_CHARS]}#{uuid.uuid4().hex}", name, now, now, 0, 0)
         if session.num_turns >= MAX_TURNS or session.num_tokens >= MAX_TOKENS:
             limits = f"at most {MAX_TURNS} turns and {MAX_TOKENS} tokens in a session"
             raise InvalidField("session", f"expected {limits}; this one is full: begin another one")
@@ -184,6 +185,10 @@ class SessionStore:
 
 def _open(path: str) -> sqlite3.Connection:
     """Open the file, and make its tables. Used by one thread only."""
+    if path != ":memory:":
+        os.close(
+            os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        )  # conversations are nobody else's business
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     # WAL: readers and a writer do not wait for each other. NORMAL: what was written outlives each of our processes.
     db.execute("PRAGMA journal_mode=WAL")

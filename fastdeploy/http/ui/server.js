@@ -217,7 +217,8 @@ export class Server {
 
   queue(at, name, fields) {
     const bar = {
-      name, at, scope: fields.scope, requestId: fields.request_id, prompt: fields.prompt_tokens, limit: fields.max_tokens, tokens: 0,
+      name, at, scope: fields.scope, requestId: fields.request_id,
+      session: (fields.session ?? "").replace(/#[0-9a-f]*$/, ""), prompt: fields.prompt_tokens, limit: fields.max_tokens, tokens: 0,
       parts: [{ from: at, what: "waiting" }], to: null, reason: "", spans: null, lane: null,
     };
     this.live.set(name, bar);

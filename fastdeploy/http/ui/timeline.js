@@ -203,20 +203,27 @@ function describe(bar) {
   const spans = (bar.spans ?? []).map(([version, , , start, end]) => `${version}: ${end - start}`).join(", ");
   const state = bar.reason || bar.parts.at(-1).what;
   const scope = bar.scope === "engine" ? "" : ` · ${bar.scope}`;
-  return `${bar.name}${scope}\n${state} · ${bar.prompt} prompt + ${bar.tokens} of ${bar.limit} tokens` +
+  const session = bar.session ? ` · session ${bar.session}` : "";
+  return `${bar.name}${scope}${session}\n${state} · ${bar.prompt} prompt + ${bar.tokens} of ${bar.limit} tokens` +
     (spans ? `\ntokens by version: ${spans}` : "");
 }
 
-// Give each bar that has none a lane in which no other bar is. Returns the number of lanes.
-function setLanes(bars, view) {
+// Give each bar that has none a lane in which no other bar is. A session keeps its lane as long as one of its bars is on
+// the picture, so its turns lie behind each other. Returns the number of lanes.
+export function setLanes(bars, view) {
   const taken = []; // lane -> end of its last bar
-  const ends = (bar) => bar.to ?? Infinity;
-  for (const bar of bars) if (bar.lane !== null) taken[bar.lane] = Math.max(taken[bar.lane] ?? 0, ends(bar));
-  for (const bar of bars.filter((one) => one.lane === null).sort((a, b) => a.at - b.at)) {
-    let lane = 0;
-    while (taken[lane] !== undefined && taken[lane] > bar.at - 0.02) lane += 1;
+  const owners = []; // lane -> its session, or "" for bars without one
+  const take = (bar, lane) => {
     bar.lane = lane;
-    taken[lane] = ends(bar);
+    taken[lane] = Math.max(taken[lane] ?? 0, bar.to ?? Infinity);
+    owners[lane] = bar.session;
+  };
+  for (const bar of bars) if (bar.lane !== null) take(bar, bar.lane);
+  for (const bar of bars.filter((one) => one.lane === null).sort((a, b) => a.at - b.at)) {
+    let lane = bar.session ? owners.findIndex((owner, i) => owner === bar.session && taken[i] <= bar.at) : -1;
+    const isFree = (i) => taken[i] === undefined || (!owners[i] && !bar.session && taken[i] <= bar.at - 0.02);
+    if (lane < 0) for (lane = 0; !isFree(lane); lane += 1);
+    take(bar, lane);
   }
   return taken.length;
 }

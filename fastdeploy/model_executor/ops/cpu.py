@@ -58,7 +58,7 @@ from fastdeploy.model_executor.ops.interface import (
     StageItem,
     StageResult,
 )
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 _Handles: TypeAlias = "ctypes.Array[c_void_p]"
 _CPU = paddle.CPUPlace()
@@ -343,12 +343,19 @@ class CpuOps:
         args = batch_args(batch, limits_of(cache, spec), tokens), spec_args(spec)
         return *map(ctypes.byref, args), cache_handle(cache)
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, cutoff: Cutoff | None = None) -> np.ndarray:
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
         rows, vocab = logits.shape
         out = np.empty(rows, np.int32)
-        arrays = sample_arrays(batch, cutoff, rows)
+        arrays = sample_arrays(batch, cutoff, masks, rows, vocab)
+        given = [None if array is None else address(array) for array in arrays]
         written = (None, None) if cutoff is None else map(address, cutoff)
-        self._check(self._lib.fd_sample(data(logits), rows, vocab, *map(address, arrays), address(out), *written))
+        self._check(self._lib.fd_sample(data(logits), rows, vocab, *given, address(out), *written))
         return out
 
     def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:

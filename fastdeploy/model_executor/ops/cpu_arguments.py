@@ -37,7 +37,7 @@ from fastdeploy.model_executor.ops.interface import (
     StageItem,
     StageResult,
 )
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 _FLOAT32 = (paddle.float32,)  # `x in` compares identity first; `==` between dtypes costs five times as much
 # The order of the enums of staging.h.
@@ -180,13 +180,21 @@ def stage_result(result: StageResultArgs) -> StageResult:
     return StageResult(Fingerprint(result.first, result.second))
 
 
-def sample_arrays(batch: SampleBatch, cutoff: Cutoff | None, rows: int) -> list[np.ndarray]:
-    """Return the five arrays of ``batch`` as fd_sample takes them."""
+def sample_arrays(
+    batch: SampleBatch, cutoff: Cutoff | None, masks: TokenMasks | None, rows: int, vocab: int
+) -> list[np.ndarray | None]:
+    """Return the five arrays of ``batch`` as fd_sample takes them, and the address of each row's mask, if any."""
     kinds = (np.float32, np.int32, np.float32, np.float32, np.float64)
     arrays = [np.ascontiguousarray(field, kind) for field, kind in zip(batch, kinds, strict=True)]
     assert all(array.shape == (rows,) for array in arrays)
     assert cutoff is None or _is_cutoff(cutoff, rows)
-    return arrays
+    if masks is None:
+        return [*arrays, None]
+    bits = masks.bits
+    assert bits.dtype == np.uint32 and bits.flags.c_contiguous and bits.shape[1] * 32 >= vocab
+    addresses = np.zeros(rows, np.uintp)
+    addresses[masks.rows] = bits.ctypes.data + np.arange(len(bits)) * bits.strides[0]
+    return [*arrays, addresses]
 
 
 def logprob_args(batch: LogprobBatch, rows: int, vocab: int) -> tuple[LogprobArgs, TokenLogprobs]:

@@ -26,7 +26,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.fingerprint import Fingerprint
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 INT8_GROUP = 64  # values of a column of weights, or of a row of inputs, that share a scale
 
@@ -347,8 +347,15 @@ class Ops(Protocol):
         """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be
         running."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, cutoff: Cutoff | None = None) -> np.ndarray:
-        """Draw one token id per row: logits [S, V] -> int32 [S].
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
+        """Draw one token id per row: logits [S, V] -> int32 [S]. An id that ``masks`` does not allow counts as one with
+        the logit -inf.
 
         Probabilities are softmax(logits / temperature). Of these, keep the top_k best; then the smallest set of best
         tokens whose sum reaches top_p, after the rest is renormalised; then those of at least min_p times the best.

@@ -46,7 +46,7 @@ from fastdeploy.model_executor.ops.reference_weights import (
     stage,
     to_float32,
 )
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
 
 def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -280,9 +280,16 @@ class ReferenceOps:
     def free_scratch(self) -> None:
         """Do nothing: these ops keep no memory between calls."""
 
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch, cutoff: Cutoff | None = None) -> np.ndarray:
+    def sample(
+        self,
+        logits: paddle.Tensor,
+        batch: SampleBatch,
+        cutoff: Cutoff | None = None,
+        masks: TokenMasks | None = None,
+    ) -> np.ndarray:
         drawn = np.empty(logits.shape[0], np.int32)
-        for i, row in enumerate(logits.numpy()):
+        values = logits.numpy() if masks is None else masks.applied(logits.numpy())
+        for i, row in enumerate(values):
             drawn[i], kept = _draw(row, batch, i)
             if cutoff is not None:
                 cutoff.logits[i], cutoff.ids[i] = kept

@@ -44,6 +44,22 @@ class Cutoff(NamedTuple):
         return Cutoff(self.logits[rows], self.ids[rows])
 
 
+class TokenMasks(NamedTuple):
+    """The ids that may be drawn from some rows; all may be drawn from the others. rows: int64 [M]. bits: uint32 [M, W],
+    at least V bits in each; id i may be drawn if bit i % 32 of word i // 32 is 1."""
+
+    rows: np.ndarray
+    bits: np.ndarray
+
+    def applied(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits [S, V] with -inf for the ids that may not be drawn."""
+        logits, vocab = logits.copy(), logits.shape[1]
+        for row, bits in zip(self.rows.tolist(), self.bits, strict=True):
+            allowed = np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little").view(bool)
+            logits[row, ~allowed] = -np.inf
+        return logits
+
+
 class LogprobBatch(NamedTuple):
     """What ``Ops.logprobs`` returns of each row. token_ids int32 [S]. top: how many of the best tokens.
 

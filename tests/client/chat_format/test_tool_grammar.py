@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from fastdeploy.client.chat_format.formats import REASONING, TOOL_CALLS, ChatFormat
 from fastdeploy.client.chat_format.parser import ChatParser
 from fastdeploy.client.chat_format.tool_grammar import tool_grammar
+from support.search import examples
 from support.tiny_tokenizer import save_tokenizer
 
 TOOLS = {
@@ -26,6 +29,8 @@ TOOLS = {
 }
 JSON = ('{"a": 1, "b": 1.5}', '{"VALUE": "\\n<", "mode": "x"}', "{}")
 XML = ({"a": "1", "b": "1.5"}, {"VALUE": "\n<", "mode": "x"}, {})
+
+KEYWORDS = st.sampled_from(["type", "enum", "anyOf", "oneOf", "properties", "items", "required", "$defs"])
 
 
 def answers() -> dict[str, str]:
@@ -92,6 +97,24 @@ def test_the_grammar_takes_nothing_else(vocabulary, name):
     wrong = [answer.replace("add", "sub"), answer.replace("x", "z"), "so" + answer, "<think></think>" + answer, ""]
     assert [text for text in wrong if takes(vocabulary, format, text)] == []
     assert not takes(vocabulary, format, answer, one_call=True)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.sampled_from(["string", "integer", "object"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@examples(100)
+@given(schema=st.dictionaries(KEYWORDS, JSON_VALUES, max_size=4), value=st.text(max_size=5))
+def test_no_schema_of_a_client_is_too_strange(schema, value):
+    """The grammar may be one that cannot be compiled. Then the request is refused."""
+    tools = {"f": {"properties": {"a": schema}}}
+    for name in TOOL_CALLS:
+        tool_grammar(ChatFormat(None, TOOL_CALLS[name]), tools, {})
+    call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    assert len(ChatParser(ChatFormat(None, TOOL_CALLS["glm45"]), tools).feed(call).calls) == 1
 
 
 def test_a_prompt_that_ends_in_reasoning(vocabulary):

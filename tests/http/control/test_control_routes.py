@@ -16,7 +16,8 @@ BAD_VALUES = [
     ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("max_tokens", 0),
     ("min_tokens", 17), ("n", 0), ("logprobs", 21), ("stop", [""]), ("stop", 3), ("stop", "x" * 257),
     ("cache_salt", "x" * 257), ("stop_token_ids", [-1]), ("seed", -2), ("tepmerature", 1), ("best_of", 2),
-    ("echo", 2), ("suffix", "x"), ("logit_bias", {"1": 2}), ("prompt_logprobs", 101), ("prompt_logprobs", True),
+    ("echo", 2), ("suffix", "x"), ("logit_bias", {"1": 101}), ("bad_words", ["x" * 16385]), ("allowed_token_ids", []),
+    ("prompt_logprobs", 101), ("prompt_logprobs", True),
     ("logprobs_mode", "cooked"), ("resumed_tokens", -1), ("first_choice", -1), ("use_beam_search", True),
     ("return_routed_experts", True), ("top_k", 2**31), ("priority", 2**31), ("priority", -(10**30)),
     ("stop_token_ids", [1, 10**30]), ("max_tokens", 10**30), ("min_tokens", 10**30), ("seed", 10**30),
@@ -41,7 +42,7 @@ CHAT_ERROR_CASES = [
     (CHAT | {"tools": [{"type": "function"}], "tool_choice": "required"}, "tools"),
     (CHAT | {"tools": ["search"], "tool_choice": "none"}, "tools.0"),
     (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
-    (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT | {"top_logprobs": 2}, "top_logprobs"), (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT | {"max_completion_tokens": 10**30}, "max_completion_tokens"),
     (CHAT | {"logprobs": True, "top_logprobs": 10**30}, "top_logprobs"),
@@ -52,7 +53,16 @@ CHAT_ERROR_CASES = [
     ),
 ]  # fmt: skip
 HARMLESS = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
-NEUTRAL = {"best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "tools": [], "stop": None, "seed": None}
+NEUTRAL = {
+    "best_of": 1,
+    "echo": False,
+    "suffix": None,
+    "logit_bias": {},
+    "bad_words": [],
+    "tools": [],
+    "stop": None,
+    "seed": None,
+}
 
 
 def assert_error(reply, status: int, code: str, param: str | None = None) -> None:

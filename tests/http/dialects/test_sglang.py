@@ -102,9 +102,8 @@ def test_sampling_parameters_reach_the_engine(stack):
 
 @pytest.mark.parametrize(
     "field", ["image_data", "input_embeds", "return_routed_experts", "return_hidden_states",
-              "session_params", "custom_logit_processor", "token_ids_logprob", "sampling_params.json_schema",
-              "sampling_params.regex", "sampling_params.ebnf", "sampling_params.structural_tag",
-              "sampling_params.logit_bias", "sampling_params.custom_params"],
+              "session_params", "custom_logit_processor", "token_ids_logprob", "sampling_params.structural_tag",
+              "sampling_params.custom_params"],
 )  # fmt: skip
 def test_a_field_that_would_change_the_data_is_refused_by_name(module_stack, field):
     """known failure 34"""

@@ -136,6 +136,24 @@ def test_a_prompt_that_ends_in_reasoning_begins_the_answer_there(served, client,
     assert (message.content, message.reasoning_content) == ("Yes.", "hm")
 
 
+def test_a_message_that_is_continued_may_end_in_reasoning(served, client):
+    answer(served, " it</think>Yes.")
+    for begun, expected in (("<think>so", ("Yes.", "it")), ("<think>so</think>a", ("it</think>Yes.", None))):
+        messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
+        fields = {"continue_final_message": True, "add_generation_prompt": False}
+        message = client.chat.completions.create(model="tiny", messages=messages, extra_body=fields).choices[0].message
+        assert (message.content.strip(), getattr(message, "reasoning_content", None)) == expected
+
+
+def test_resumed_tokens_are_read_with_the_answer(served, client):
+    """The reply has the text of the tokens of an earlier attempt, and so their part of a call."""
+    first, rest = CALL[:30], CALL[30:]
+    answer(served, rest)
+    body = CHAT | {"tokens": [5, *first.encode()], "resumed_tokens": len(first), "tools": [ADD]}
+    choice = served.post("/v1/chat/completions/tokens", **body).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and len(choice["message"]["tool_calls"]) == 1
+
+
 def test_markers_that_are_special_tokens_are_found_and_other_special_tokens_have_no_text(tmp_path):
     save_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -116,9 +116,9 @@ def test_numbers_of_numpy_are_numbers():
         SamplingParams(temperature=np.float32(101)).check()
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"logprobs"}))
+@pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"logprobs", "grammar", "logit_bias", "bad_words"}))
 def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
-    ids = {"stop_token_ids": [5], "logprob_token_ids": [5]}
+    ids = {"stop_token_ids": [5], "logprob_token_ids": [5], "allowed_token_ids": [5]}
     sent = (ids | {"logprobs_mode": "temperature", "ignore_eos": True}).get(name, 1)
     body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)
     taken = given_fields(body, SamplingParams)[name]
@@ -129,7 +129,7 @@ def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
         assert name in schema or sglang in schema or name in OUTSIDE
 
 
-@pytest.mark.parametrize("name", ["guided_json", "web_search_options"])
+@pytest.mark.parametrize("name", ["web_search_options"])
 def test_an_empty_object_that_asks_for_something_is_refused(name):
     with pytest.raises(InvalidField, match=name):
         parse_body({"prompt": "a", name: {}}, CompletionBody, UNSUPPORTED)

@@ -23,7 +23,7 @@ def answers(text: str = "ok", reason: str = "length") -> Any:
 
     def script(add: AddRequest) -> list[m.Output]:
         ids = list(text.encode())
-        entries = [Logprob(-0.5, []) for _ in ids] if add.sampling.logprobs is not None else []
+        entries = [Logprob(-0.5) for _ in ids] if add.sampling.logprobs is not None else []
         spans = [Span("v1", 1, 0, len(ids))]
         return [m.Output(add.request_id, k, ids, entries, spans, reason) for k in range(add.n)]
 
@@ -110,6 +110,12 @@ def test_a_wrong_name_is_a_400_that_names_it(stack, name):
         stack.http.get(f"/v1/sessions/{name}"),
     ):
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "session")
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_result_is_not_retained_besides(stack, route):
+    reply = stack.post(f"/sessions/s/v1/{route}", **CHAT if "chat" in route else {"prompt": [1]}, retain_s=5)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "retain_s")
 
 
 def test_an_end_aborts_what_runs_and_forgets_the_session(stack):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -12,12 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastdeploy.core.errors import InvalidField, SessionStoreFailed, UnknownSession
 from fastdeploy.http.sessions import store as store_module
 from fastdeploy.http.sessions.store import FILE, SessionStore
 from fastdeploy.http.sessions.trajectory import rows
-from fastdeploy.http.sessions.turns_table import Turn, common_prefix, to_bytes
+from fastdeploy.http.sessions.turns_table import (
+    SCHEMA,
+    Turn,
+    add_turn,
+    common_prefix,
+    from_bytes,
+    ids_of,
+    read_turns,
+    to_bytes,
+)
 
 DETAIL = b'{"weight_versions": []}'
 
@@ -118,6 +130,45 @@ def test_a_sampled_token_of_two_branches_is_counted_once_with_the_shared_prefixe
         if mask
     ]
     assert sorted(used) == [2, 4, 6, 8, 9]
+
+
+@st.composite
+def trees(draw) -> list[tuple[list[int], list[int]]]:
+    """Return prompts and answers of turns. Each prompt begins like some earlier turn: with all of its ids, with its
+    prompt, or with any part of it."""
+    ids = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+    made: list[tuple[list[int], list[int]]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        before: list[int] = []
+        if made and draw(st.booleans()):
+            prompt, sampled = draw(st.sampled_from(made))
+            before = draw(st.sampled_from([prompt, prompt + sampled, (prompt + sampled)[: len(prompt) // 2]]))
+        made.append((before + draw(st.lists(st.integers(1, 3), min_size=not before, max_size=3)), draw(ids)))
+    return made
+
+
+@given(trees())
+def test_rows_of_any_tree_have_all_turns_and_each_sampled_token_once(tree):
+    db = sqlite3.connect(":memory:")
+    db.executescript(SCHEMA)
+    db.execute("INSERT INTO session (uid, owner, name, created, used) VALUES ('u', '', 's', 0, 0)")
+    for number, (prompt, sampled) in enumerate(tree):
+        assert add_turn(db, "u", turn(prompt, sampled)) == number
+        assert from_bytes(ids_of(db, "u", number)) == prompt + sampled
+    made = list(rows(read_turns(db, "u")))
+    by_leaf, used = {row["leaf"]: row["token_ids"] for row in made}, 0
+    for row in made:
+        prompt, sampled = tree[row["leaf"]]
+        assert row["token_ids"] == prompt + sampled
+        assert len(row["loss_mask"]) == len(row["logprobs"]) == len(row["token_ids"])
+        for token, mask, logprob in zip(row["token_ids"], row["loss_mask"], row["logprobs"], strict=True):
+            assert logprob == (-float(token) if mask else 0.0)
+        shared = row["shared_prefix"] or {"leaf": row["leaf"], "length": 0}
+        assert by_leaf[shared["leaf"]][: shared["length"]] == row["token_ids"][: shared["length"]]
+        used += sum(row["loss_mask"][shared["length"] :])
+    assert used == sum(len(sampled) for _, sampled in tree)
+    for prompt, sampled in tree:
+        assert any(ids[: len(prompt + sampled)] == prompt + sampled for ids in by_leaf.values())
 
 
 def test_all_stores_of_a_folder_show_the_same_sessions(stores):

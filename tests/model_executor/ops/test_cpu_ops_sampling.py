@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenMasks
 
 # top_k, top_p, min_p
 FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (50, 0.8, 0.0), (0, 1.0, 0.05),
@@ -97,6 +97,27 @@ def test_masked_logits_are_never_drawn(ops, rng):
         for filters in FILTERS:
             drawn = ops.sample(paddle.to_tensor(logits), make_batch(200, 1.0, *filters, uniform))
             assert (drawn % 2 == 1).all()
+
+
+@pytest.mark.parametrize("vocab", [5, 100, 3001])
+def test_a_mask_draws_as_logits_of_minus_infinity_do(ops, reference, rng, vocab):
+    logits = rng.standard_normal((60, vocab)).astype(np.float32)
+    rows, allowed = np.arange(0, 60, 2), rng.random((30, vocab)) < 0.3
+    allowed[0], allowed[1], allowed[2:4, 1:] = True, False, False
+    bits = np.zeros((30, -(-vocab // 32) + 1), np.uint32)
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    bits.view(np.uint8)[:, : packed.shape[1]] = packed
+    masked = logits.copy()
+    masked[rows] = np.where(allowed, logits[rows], -np.inf)
+    before = paddle.to_tensor(logits)
+    for temperature, filters in [(0.0, FILTERS[0]), *((1.3, filters) for filters in FILTERS)]:
+        batch = make_batch(60, temperature, *filters, rng.random(60))
+        drawn = ops.sample(before, batch, masks=TokenMasks(rows, bits))
+        np.testing.assert_array_equal(drawn, ops.sample(paddle.to_tensor(masked), batch))
+        assert (
+            drawn[rows[1]] == -1 and (reference.sample(before, batch, masks=TokenMasks(rows, bits)) != drawn).sum() <= 1
+        )
+    np.testing.assert_array_equal(before.numpy(), logits)
 
 
 def test_frequencies_follow_the_distribution(ops, rng):

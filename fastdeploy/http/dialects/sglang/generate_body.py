@@ -15,6 +15,7 @@ from fastdeploy.core.served_weights import MAX_LORA_NAME_CHARS
 from fastdeploy.http.body import Body, Int64, LaxBody, body_fields, given_fields, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import UNSUPPORTED
+from fastdeploy.http.openai.structured import biases, builder, checked
 from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
@@ -28,6 +29,8 @@ UNSUPPORTED_HERE = (
 )  # fmt: skip
 # SGLang's names of sampling parameters.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+# SGLang's fields for grammars, with the kinds of ``structured.builder``.
+KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
 
@@ -40,7 +43,8 @@ class CustomParams(Body):
 
 
 # Fields of SamplingParams that SGLang has outside of its sampling_params, under other names.
-OUTSIDE = {"logprobs", "prompt_logprobs", "logprob_token_ids", "return_sampling_mask", "return_sampling_mask_logprobs"}
+OUTSIDE = {"logprobs", "prompt_logprobs", "logprob_token_ids", "return_sampling_mask", "return_sampling_mask_logprobs",
+           "grammar", "logit_bias", "bad_words"}  # fmt: skip
 
 if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through given_fields
 
@@ -65,6 +69,10 @@ class SamplingBody(CoreFieldsBody):
     stop: str | list[str] = []
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    logit_bias: dict[str, float] | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
     custom_params: CustomParams = CustomParams()
 
 
@@ -177,7 +185,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
         if is_text and isinstance(value, str):
             value = await context.encode(value, name)
         ids = context.check_prompt(value, name, "a string" if is_text else "token ids")
-        sampling = _sampling(context, params[i], body, len(ids), options[i])
+        sampling = await _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i]))
     context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
@@ -315,7 +323,7 @@ def _flat_forms(body: GenerateBody) -> tuple[str, str]:
     return forms[0], forms[1]
 
 
-def _sampling(
+async def _sampling(
     context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
 ) -> SamplingParams:
     """Return the parameters of one prompt. max_new_tokens is limited to the rest of the context, which is also its
@@ -342,9 +350,24 @@ def _sampling(
         "logprob_token_ids": logprobs.ids if logprobs.wanted else (),
         "return_sampling_mask": masked,
         "return_sampling_mask_logprobs": logprobs.mask_logprobs,
+        **await _constraints(context, params),
     }
     max_tokens = None if wanted is None else max(wanted, 1)
     return context.sampling(given, prompt_tokens, max_tokens, "sampling_params.min_new_tokens")
+
+
+async def _constraints(context: ServingContext, params: SamplingBody) -> dict[str, Any]:
+    """Return the checked fields of SamplingParams that restrict the answer."""
+    asked = [(field, kind, value) for field, kind in KINDS.items() if (value := getattr(params, field)) is not None]
+    if len(asked) > 1:
+        raise InvalidField(f"sampling_params.{asked[-1][0]}", "expected only one field that asks for a grammar")
+    given: dict[str, Any] = {}
+    for name, kind, value in asked:
+        field = f"sampling_params.{name}"
+        given["grammar"] = await checked(context, field, builder(kind, value, field))
+    if params.logit_bias is not None:
+        given["logit_bias"] = biases(params.logit_bias, "sampling_params.logit_bias")
+    return given
 
 
 def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
