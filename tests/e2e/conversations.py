@@ -164,6 +164,7 @@ class Trial:
                 await session.abort()
             case "kill an engine":
                 await self._kill("fastdeploy.entrypoints.engine_main")
+                await update()  # an engine that has lost an update waits for the next one
             case "kill a server of the API":
                 await self._kill("entrypoints.gateway", "entrypoints.api_server")
 

@@ -31,7 +31,7 @@ def answers(server: Server) -> dict[str, list[str]]:
 
 def rows_of(server: Server, client: str) -> list[dict[str, Any]]:
     """Return the row of each conversation. Each has only one."""
-    found = [server.get(f"/v1/sessions/{client}-{i}").ok()["rows"] for i in range(len(QUESTIONS))]
+    found = [server.get(f"/v1/sessions/{client}-{i}").json["rows"] for i in range(len(QUESTIONS))]
     assert [len(rows) for rows in found] == [1] * len(QUESTIONS), "a turn was not recognised"
     return [rows[0] for rows in found]
 
