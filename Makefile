@@ -11,6 +11,7 @@
 # make search   the tests with hypothesis, with many random examples
 # make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
 # make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while a tenth is killed, stopped or slowed
+# make agents  1,000 conversations of agents with tools, while servers are paused, updated and killed
 # make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
 # make lint   formatting, lint and types
 # make learn  train a small model by asynchronous GRPO: until 90 % or 15 minutes (SEED=0 ARGS="--sync keep ...")
@@ -30,7 +31,7 @@ export PYTHONWARNINGS := ignore:No ccache found
 INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
 .PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
-	oracles search soak fleet-chaos sync-ways ops lint clean
+	oracles search soak fleet-chaos agents sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python acceptance/demo.py
@@ -99,6 +100,10 @@ soak: $(VENV)/.runtime ops
 # Pauses of a fleet while its replicas are harmed; ARGS="--pauses 100 --seed 1" for less.
 fleet-chaos: $(VENV)/.runtime
 	$(BIN)/python acceptance/fleet_chaos.py $(ARGS)
+
+# Conversations of agents on a server and on a fleet of two; SEARCH_FACTOR=2 draws twice as many, and other ones.
+agents: $(VENV)/.test ops
+	$(BIN)/python -m pytest -m slow tests/e2e/test_agent_conversations.py -s --timeout 3600 $(ARGS)
 
 # setup.py pins the versions, because other versions of a formatter write other text.
 lint: $(VENV)/.lint

@@ -8,7 +8,7 @@ import runpy
 
 import pytest
 
-from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ServeConfig
 from fastdeploy.core.errors import STATUS
 from fastdeploy.entrypoints.cli import make_parser
 from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
@@ -18,8 +18,8 @@ from support.http_calls import route_table
 from support.markdown import EXAMPLES, PAGES, ROOT, anchors, blocks, code_spans, names, tables, text_without_blocks
 from test_layers import LAYERS
 
-OPERATIONS, ARCHITECTURE, FLEET_PAGE = (
-    ROOT / "docs" / f"{name}.md" for name in ("operations", "architecture", "fleet")
+OPERATIONS, ARCHITECTURE, FLEET_PAGE, AGENTS = (
+    ROOT / "docs" / f"{name}.md" for name in ("operations", "architecture", "fleet", "agents")
 )
 OTHER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "acceptance/README.md")
 SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.startswith("settings of ")]
@@ -121,6 +121,12 @@ def test_the_architectures_are_those_of_the_models():
     told = {names(row[0])[0] for row in tables(OPERATIONS)["architectures"]}
     models = "".join(path.read_text() for path in (ROOT / "fastdeploy" / "model_executor" / "models").glob("*.py"))
     assert told == set(re.findall(r'"(\w+ForCausalLM)"', models))
+
+
+def test_the_formats_of_tool_calls_and_reasoning_are_those_of_the_flags():
+    rows = tables(AGENTS)["formats"]
+    for column, given in ((0, TOOL_CALL_PARSERS), (2, REASONING_PARSERS)):
+        assert {name for row in rows for name in names(row[column])} == {*given} - {AUTO, NO_PARSER}
 
 
 def test_the_environment_variables_are_those_that_the_code_reads():

@@ -10,7 +10,10 @@ from examples.agent_grpo.task import AgentTask
 from examples.async_grpo.__main__ import run
 from examples.async_grpo.config import parse
 
-DEFAULTS = {"out": "runs/agent_grpo", "model": str(START_POLICY), "groups": 16, "concurrency": 8, "eval_problems": 200}
+DEFAULTS = {
+    "out": "runs/agent_grpo", "model": str(START_POLICY), "target": 0.95, "groups": 16, "concurrency": 8,
+    "eval_every": 2, "eval_problems": 200,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

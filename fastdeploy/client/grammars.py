@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,14 +26,6 @@ MAX_PLACES = 64  # parts of a schema that are looked at to find the wrong one
 ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
-
-
-class TaggedJson(NamedTuple):
-    """JSON that follows ``schema``, between two literal texts. Special tokens may be in the texts."""
-
-    begin: str
-    schema: dict[str, Any] | bool
-    end: str
 
 
 def json_schema(schema: Any, **options: Any) -> str:
@@ -75,19 +67,6 @@ def lark_or_gbnf(text: str) -> str:
         raise ValueError(f"expected a grammar in Lark or GBNF: {error}") from error
 
 
-def tagged_json(
-    alternatives: Sequence[TaggedJson], special_tokens: Mapping[str, int], several: bool = False, between: str = ""
-) -> str:
-    """Return the grammar of one of the alternatives; with ``several``, of one or more with ``between`` between them.
-    special_tokens: ids by text."""
-    rules = [f"start: part ({_literal(between, special_tokens)} part)*" if several else "start: part"]
-    rules.append("part: " + " | ".join(f"part_{i}" for i in range(len(alternatives))))
-    for i, (begin, schema, end) in enumerate(alternatives):
-        body = f"%json {json.dumps(_with_options(schema, {}))}"
-        rules.append(f"part_{i}: {_literal(begin, special_tokens)} {body} {_literal(end, special_tokens)}")
-    return lark("\n".join(rules))
-
-
 def _canonical(**grammar: Any) -> str:
     return msgspec.json.encode({"grammars": [grammar]}).decode()
 
@@ -100,13 +79,6 @@ def _in_slashes(pattern: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Return a text as a sequence of strings and special tokens in Lark."""
-    names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
-    parts = re.split(f"({names})", text) if names else [text]
-    return " ".join(f"<[{special_tokens[p]}]>" if p in special_tokens else _quoted(p) for p in parts if p)
 
 
 class GrammarChecks:

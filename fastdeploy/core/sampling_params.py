@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: return the logprobs of these ids at each position, instead of the best tokens. At the positions
     of the prompt too if prompt_logprobs is 0.
     return_sampling_mask: return the ids that each token was drawn from (Logprob.mask_ids). Needs logprobs in mode
-    processed, which are normalised over these ids. return_sampling_mask_logprobs: and their logprobs.
+    processed, which are normalised over these ids: for greedy, over the token alone.
+    return_sampling_mask_logprobs: return the logprobs of these ids too.
     seed: fixes the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.

@@ -77,6 +77,11 @@ class RolloutRequest:
         if not self.params.get("ignore_eos"):
             self._end_ids |= set(eos_ids)
 
+    @property
+    def wants_top(self) -> bool:
+        """Whether each token comes with logprobs of further tokens."""
+        return bool(self.params["logprobs"] or self.params.get("logprob_token_ids"))
+
     def start_over(self) -> None:
         """Begin again at the prompt. The next attempts get new ids, since a server may retain results under the old
         ids (retain_s)."""
@@ -149,6 +154,8 @@ class PartialRollout:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    masks: list[list[int]] = field(default_factory=list)
+    mask_logprobs: list[list[float]] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -173,6 +180,7 @@ class PartialRollout:
         prompt has tokens."""
         ids = choice.get("token_ids") or []
         self._add_logprobs(ids, choice.get("logprobs"))
+        self._add_masks(ids, choice)
         # The text of an attempt includes that of the resumed tokens: a stop string may span two attempts.
         self.text = ("" if self._is_new_attempt else self.text) + (choice.get("text") or "")
         self._is_new_attempt = False
@@ -198,10 +206,18 @@ class PartialRollout:
         if len(values) != len(ids) or None in values:
             raise MalformedReply(f"expected a logprob for each of {len(ids)} tokens, got {len(values)}")
         self.logprobs += values
-        if self.request.params["logprobs"] and ids:
+        if self.request.wants_top and ids:
             self.top_logprobs += [
                 {int(name.rpartition(":")[2]): value for name, value in top.items()} for top in logprobs["top_logprobs"]
             ]
+
+    def _add_masks(self, ids: list[int], choice: Mapping[str, Any]) -> None:
+        for name, so_far in (("sampling_mask", self.masks), ("sampling_mask_logprobs", self.mask_logprobs)):
+            if self.request.params.get(f"return_{name}"):
+                rows = choice.get(name) or []
+                if len(rows) != len(ids):
+                    raise MalformedReply(f"expected a {name} for each of {len(ids)} tokens, got {len(rows)}")
+                so_far += rows
 
     def _add_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
         for s in spans:
@@ -242,18 +258,20 @@ class PartialRollout:
 
     def rollout(self) -> Rollout:
         """Return the joined answer so far; its finish_reason is "abort" if the choice is not complete."""
-        num_top = self.request.params["logprobs"]
+        params = self.request.params
         return Rollout(
             prompt_ids=self.request.prompt_ids,
             token_ids=self.token_ids,
-            logprobs=None if num_top is None else self.logprobs,
+            logprobs=None if params["logprobs"] is None else self.logprobs,
             spans=self.spans,
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
             text=self.text,
             seed=self.request.seed,
             index=self.index,
-            top_logprobs=self.top_logprobs if num_top else None,
+            top_logprobs=self.top_logprobs if self.request.wants_top else None,
+            sampling_masks=self.masks if params.get("return_sampling_mask") else None,
+            sampling_mask_logprobs=self.mask_logprobs if params.get("return_sampling_mask_logprobs") else None,
             prompt_logprobs=self.request.prompt_logprobs,
             num_preempted=self.num_preempted,
             num_resumes=max(self.num_attempts - 1, 0),

@@ -36,6 +36,8 @@ class Rollout:
     """One finished choice, joined from all its attempts.
 
     logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
+    sampling_masks, sampling_mask_logprobs: per token, the ids that it was drawn from, and their logprobs, with the
+    parameters return_sampling_mask and return_sampling_mask_logprobs. Scorer.logprobs takes them.
     prompt_logprobs: one entry per token of ``prompt_ids``; the first is None. spans: cover all tokens, in order.
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s, or because its adapter was
     unloaded: stop_reason "adapter_unloaded") | error (only within RolloutFailed). staleness: number of this client's
@@ -54,6 +56,8 @@ class Rollout:
     seed: int
     index: int = 0
     top_logprobs: list[dict[int, float]] | None = None
+    sampling_masks: list[list[int]] | None = None
+    sampling_mask_logprobs: list[list[float]] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_preempted: int = 0
     num_resumes: int = 0

@@ -35,6 +35,7 @@ class _Rows:
         self.sequences = sequences
         params = [sequence.sampling for sequence in sequences]
         self.by_mode = _rows_by_mode(params)
+        self.greedy_masked = [i for i, p in enumerate(params) if p.return_sampling_mask and not p.temperature]
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
         self.biased = [i for i, p in enumerate(params) if p.logit_bias]
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
@@ -90,6 +91,9 @@ class Sampler:
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
         cutoff = Cutoff.empty(len(positions)) if PROCESSED in rows.by_mode else None
         token_ids = self._ops.sample(logits, rows.sample_batch(positions), cutoff, masks)
+        for i in rows.greedy_masked:  # nothing but the best token can be drawn
+            if cutoff is not None and token_ids[i] >= 0:
+                cutoff.logits[i], cutoff.ids[i] = logits[i, int(token_ids[i])].item(), token_ids[i]
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -209,7 +213,7 @@ def _logprobs(ops: Ops, mode: str, draw: Draw, sequences: list[NewSequence], row
         temperature=None if mode == RAW else divisors(p.temperature for p in params),
         cutoff=draw.cutoff if mode == PROCESSED else None,
     )
-    return token_logprobs(ops, draw.logits, batch, wanted_of(params, draw.logits, draw.cutoff, draw.token_ids))
+    return token_logprobs(ops, draw.logits, batch, wanted_of(params, draw.logits, draw.cutoff))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -172,6 +172,16 @@ def test_a_pause_of_any_mode_only_delays_a_turn(live, pause):
     assert_rows_say(agent.rows()[0], [turn])
 
 
+def test_a_sleep_that_aborts_only_delays_a_turn(live):
+    alone = Agent(live).ask(max_tokens=LENGTH, seed=9)
+    agent = Agent(live)
+    future = running_turn(agent, seed=9)
+    live.post("/v1/sleep", {"mode": "abort"}).ok()
+    assert not future.done() or future.result().token_ids == alone.token_ids
+    live.post("/v1/wakeup").ok()
+    assert future.result(60).token_ids == alone.token_ids
+
+
 def test_an_abort_of_all_and_a_reset_do_not_end_a_turn_and_its_own_abort_does(live):
     alone = Agent(live).ask(max_tokens=LENGTH, seed=6).token_ids
     agent = Agent(live)

@@ -31,6 +31,9 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "ignore_eos": True, "logprobs": 2}),
     "a part of the distribution": ("/v1/completions", {
         "top_k": 7, "top_p": 0.9, "min_p": 0.01, "ignore_eos": True, "logprobs": 2, "logprobs_mode": "processed"}),
+    "sampling masks": ("/v1/completions", {
+        "top_p": 0.9, "ignore_eos": True, "return_sampling_mask": True, "return_sampling_mask_logprobs": True}),
+    "logprobs of given ids": ("/v1/completions", {"logprob_token_ids": [4, 40], "ignore_eos": True}),
     "logprobs of the prompt": ("/v1/completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 1}),
     "a chat": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}),
 }  # fmt: skip

@@ -269,3 +269,19 @@ async def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
     rollouts = failed.value.partial
     assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
     assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)
+
+
+def test_sampling_masks_and_logprobs_of_given_ids_are_joined_over_attempts():
+    params = {"return_sampling_mask": True, "return_sampling_mask_logprobs": True, "logprob_token_ids": [4], "top_k": 2}
+    partial = PartialRollout(RolloutRequest(PROMPT, params))
+    for token in (7, 8):
+        partial.begin_attempt()
+        logprobs = {"token_logprobs": [-1.0], "top_logprobs": [{f"token_id:{token}": -1.0, "token_id:4": -2.0}]}
+        masks = {"sampling_mask": [[4, token]], "sampling_mask_logprobs": [[-2.0, -1.0]]}
+        partial.add_output({"token_ids": [token], "logprobs": logprobs, "finish_reason": "abort", **masks}, None)
+    joined = partial.rollout()
+    assert joined.sampling_masks == [[4, 7], [4, 8]] and joined.sampling_mask_logprobs == [[-2.0, -1.0]] * 2
+    assert joined.top_logprobs == [{7: -1.0, 4: -2.0}, {8: -1.0, 4: -2.0}]
+    partial.begin_attempt()
+    with pytest.raises(MalformedReply, match="sampling_mask"):
+        partial.add_output({"token_ids": [9], "logprobs": logprobs, "sampling_mask": []}, None)

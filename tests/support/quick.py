@@ -19,6 +19,7 @@ LEFT_OUT = (
     "http/guards/test_route_access_processes.py",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
+    "rl/frameworks/test_trl_sync.py",
     "rl/scoring",
     "rl/test_client_e2e.py",
     "rl/test_publish_e2e.py",

@@ -23,7 +23,15 @@ KINDS = ["right", "wrong", "then wrong", "random", "mixed"]
 SETTINGS = [
     {"temperature": 0.0, "logprobs": 3},
     {"logprobs": 0},
-    {"temperature": 0.7, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "return_sampling_mask": True},
+    {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "logprobs": 2,
+        "logprobs_mode": "processed",
+        "return_sampling_mask": True,
+        "return_sampling_mask_logprobs": True,
+    },
+    {"logprobs": 0, "logprob_token_ids": (3, 77), "temperature": 1.2},
     {"top_k": 5, "repetition_penalty": 1.3, "logprobs": 1, "logprobs_mode": "temperature", "temperature": 1.5},
     {"presence_penalty": 0.5, "frequency_penalty": 0.7, "logprobs": 1, "logprobs_mode": "processed"},
     {"min_p": 0.05},

@@ -163,3 +163,24 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
     got = np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in whole])
     np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else BFLOAT16_MAX)
     assert np.abs(got - expected).mean() < 0.02
+
+
+def test_the_logprobs_of_given_ids_are_those_that_the_whole_vocabulary_has(make_runner):
+    """At the positions of the prompt too. A token that cannot be drawn has -9999, as in vLLM."""
+    asked, ids = (5, 190, 5, 0), prompt(40, 211)
+    for fields in ({"logprobs_mode": "raw"}, {"logprobs_mode": "processed", "top_k": 9, "temperature": 0.6}):
+        every = SamplingParams(logprobs=211, prompt_logprobs=211, seed=1, max_tokens=6, **fields)
+        given = SamplingParams(logprobs=0, prompt_logprobs=0, logprob_token_ids=asked, seed=1, max_tokens=6, **fields)
+        runs = []
+        for params in (every, given):
+            driver = Driver(make_runner("qwen3"))
+            sequence = driver.generate([Sequence("a", list(ids), params)], 6)[0]
+            asks = Sequence("p", list(ids), params)
+            chunk = structs.replace(driver.chunk(asks, None), prompt_logprobs=len(ids) - 1)
+            runs.append([*sequence.logprobs, *driver.runner.execute(StepPlan(0, [chunk], [])).prompt_logprobs[0]])
+        for whole, one in zip(*runs, strict=True):
+            of_all = dict(whole.top)
+            assert one.top == [(token, of_all.get(token, -9999.0)) for token in asked]
+            assert (one.logprob, one.rank) == (whole.logprob, whole.rank) and of_all[
+                whole.top[one.rank - 1][0]
+            ] == one.logprob

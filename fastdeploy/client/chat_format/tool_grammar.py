@@ -7,10 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from fastdeploy.client.chat_format.call_syntax import Tools, json_types
 from fastdeploy.client.chat_format.formats import ChatFormat, ToolCallFormat
+from fastdeploy.client.grammars import lark
 
 DEFINITIONS = ("$defs", "definitions")
 # How the chat templates write JSON, and so the models.
@@ -20,18 +19,18 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 def tool_grammar(
     format: ChatFormat, tools: Tools, special: Mapping[str, int], in_reasoning: bool = False, one_call: bool = False
 ) -> str:
-    """Return the grammar, as llguidance's JSON: reasoning as long as the model wants it, and then calls of ``tools``.
+    """Return the grammar, as SamplingParams has it: reasoning as long as the model wants it, then calls of ``tools``.
 
     special: ids of the special tokens, which are no text for a grammar. in_reasoning, one_call: see ChatParser."""
     assert format.tool_calls is not None
-    lark = Lark(special, format.markers)
-    calls = lark.calls(format.tool_calls, tools, one_call)
-    reasoning = lark.reasoning(format, in_reasoning)
-    text = "\n".join([f"start: {reasoning}{calls}", *lark.rules]) + "\n"
-    return msgspec.json.encode({"grammars": [{"lark_grammar": text}]}).decode()
+    made = Rules(special, format.markers)
+    calls = made.calls(format.tool_calls, tools, one_call)
+    reasoning = made.reasoning(format, in_reasoning)
+    text = "\n".join([f"start: {reasoning}{calls}", *made.rules]) + "\n"
+    return lark(text)
 
 
-class Lark:
+class Rules:
     """The rules of a grammar in llguidance's dialect of Lark. Each method returns an expression."""
 
     def __init__(self, special: Mapping[str, int], markers: tuple[str, ...]):

@@ -72,7 +72,7 @@ class ChatView(OpenAIReply):
             if body.logprobs and body.return_tokens_as_token_ids:
                 choice["message"] |= await turn_fields(self.generation, i)
             if body.return_meta_info:
-                choice["meta_info"] = await meta_info(self.generation, i, bool(body.logprobs))
+                choice["meta_info"] = await meta_info(self.generation, i, bool(body.logprobs), self._asks_mask)
         return choices
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:

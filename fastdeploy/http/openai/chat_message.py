@@ -53,8 +53,8 @@ class ReplyMessages:
         return "tool_calls" if finish_reason == "stop" and self._parsers[index].num_calls else finish_reason
 
     def _parser(self) -> ChatParser:
-        format, tools, one_call = self._answer
-        return ChatParser(format, tools, self._starts_in_reasoning, one_call)
+        answer = self._answer
+        return ChatParser(answer.format, answer.tools, self._starts_in_reasoning, answer.one_call)
 
     def _extra(self, index: int, added: MessageDelta, first_call: int, streams: bool = False) -> dict[str, Any]:
         """Return the fields of a message that only some messages have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,11 +12,14 @@ import msgspec
 
 from fastdeploy.client.chat_format.call_syntax import Tools
 from fastdeploy.client.chat_format.formats import ChatFormat
+from fastdeploy.client.chat_format.tool_grammar import tool_grammar
 from fastdeploy.client.choice import TextOptions
+from fastdeploy.client.grammars import json_schema
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import ChatBody
+from fastdeploy.http.openai.structured import checked
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
 DEVELOPER = "developer"
@@ -24,11 +28,13 @@ MAX_MARKER_TOKENS = 16  # of a marker that is no token of its own, with white sp
 
 
 class AnswerFormat(NamedTuple):
-    """How an answer is read. tools: the functions that it may call. one_call: it ends behind its first call."""
+    """How an answer is read. tools: the functions that it may call. one_call: it ends behind its first call. must_call:
+    it is nothing but reasoning and calls."""
 
     format: ChatFormat
     tools: Tools = NO_TOOLS
     one_call: bool = False
+    must_call: bool = False
 
     def text_options(self, context: ServingContext, options: TextOptions) -> TextOptions:
         """Return ``options`` with markers kept that are special tokens, and a stop at the end of an only call."""
@@ -53,8 +59,29 @@ def answer_format(context: ServingContext, body: ChatBody) -> AnswerFormat:
         why = "this model's chat template has no known format of tool calls; the server's --tool-call-parser names one"
         raise InvalidField("tools", f'{why}. With tool_choice "none" tools are rendered, and calls stay text')
     tools = functions(body.tools)
-    _check_choice(body.tool_choice, tools)
-    return AnswerFormat(ChatFormat(reasoning, calls), tools, body.parallel_tool_calls is False)
+    named = _named(body.tool_choice, tools)
+    if named is not None:
+        tools = {named: tools[named]}
+    one_call = body.parallel_tool_calls is False or named is not None
+    return AnswerFormat(
+        ChatFormat(reasoning, calls), tools, one_call, named is not None or body.tool_choice == "required"
+    )
+
+
+async def required_calls(context: ServingContext, body: ChatBody, answer: AnswerFormat, prompt: list[int]) -> str:
+    """Return the grammar of an answer that must call tools, "" if it need not. Raises InvalidField for a schema that no
+    grammar can follow."""
+    if not answer.must_call:
+        return ""
+    for i, tool in enumerate(body.tools or ()):
+        if (name := tool["function"]["name"]) in answer.tools:
+            build = functools.partial(json_schema, answer.tools[name])
+            await checked(context, f"tools.{i}.function.parameters", build)
+    format = ChatFormat(context.chat_format.reasoning, answer.format.tool_calls)
+    special = context.require_tokenizer("tool_choice").special
+    begins_inside = in_reasoning(context, format, body, prompt)
+    build = functools.partial(tool_grammar, format, answer.tools, special, begins_inside, answer.one_call)
+    return await checked(context, "tools", build)
 
 
 def functions(tools: list[dict[str, Any]]) -> Tools:
@@ -86,18 +113,17 @@ def _check_schema(schema: Any, field: str) -> None:
         raise InvalidField(f"{field}.required", "expected a list of names")
 
 
-def _check_choice(choice: Any, tools: Tools) -> None:
-    """Raise InvalidField unless ``choice`` is a tool_choice that this server can keep."""
-    if choice in (None, "auto"):
-        return
-    if choice == "required":
-        raise InvalidField("tool_choice", "not supported by this server; expected auto or none")
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    if not isinstance(named, dict):
+def _named(choice: Any, tools: Tools) -> str | None:
+    """Return the function that a tool_choice names, None for any or none. Raises InvalidField."""
+    if choice in (None, "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict):
         raise InvalidField("tool_choice", 'expected none, auto, required or {"type": "function", "function": ...}')
-    if named.get("name") not in tools:
-        raise InvalidField("tool_choice.function.name", f"expected the name of a tool, got {named.get('name')!r}")
-    raise InvalidField("tool_choice", "not supported by this server; expected auto or none")
+    name = function.get("name")
+    if not isinstance(name, str) or name not in tools:
+        raise InvalidField("tool_choice.function.name", f"expected the name of a tool, got {name!r}")
+    return name
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:

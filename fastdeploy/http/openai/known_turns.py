@@ -1,4 +1,4 @@
-"""The token ids of earlier turns that a client sends back with its messages, as NeMo-RL and NeMo-Gym do."""
+"""The token ids of earlier turns that a client sends back with its messages, as NeMo-RL, NeMo-Gym and HUD do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fastdeploy.http.openai.protocol import ChatBody
 ASSISTANT = "assistant"
 # Fields of a message that say what its tokens are. The chat template does not get them.
 TURN_FIELDS = frozenset({"prompt_token_ids", "generation_token_ids", "generation_log_probs"})
+# Fields of a body whose ids the prompt begins with: NeMo-RL's, and HUD's.
+PREFIXES = ("required_prefix_token_ids", "prompt_token_ids")
 
 
 class GivenTurn(NamedTuple):
@@ -26,14 +28,14 @@ class GivenTurn(NamedTuple):
 
 
 def given_turn(context: ServingContext, body: ChatBody) -> GivenTurn | None:
-    """Return the last turn of ``body`` whose ids are given: by ``required_prefix_token_ids``, which end with the last
+    """Return the last turn of ``body`` whose ids are given: by a field of the body, whose ids end with the last
     assistant's message, or by the message itself. None if there is none. Raises InvalidField."""
     turns = [i for i, message in enumerate(body.messages) if message.role == ASSISTANT]
-    ids, field = body.required_prefix_token_ids, "required_prefix_token_ids"
-    if ids:
-        if not turns:
-            raise InvalidField(field, "expected an assistant's message that they end with")
-        return GivenTurn(KnownTurn(turns[-1] + 1, context.check_prompt(ids, field, "a list of token ids")), field)
+    for field in PREFIXES:
+        if ids := getattr(body, field):
+            if not turns:
+                raise InvalidField(field, "expected an assistant's message that they end with")
+            return GivenTurn(KnownTurn(turns[-1] + 1, context.check_prompt(ids, field, "a list of token ids")), field)
     for i in reversed(turns):
         if body.messages[i].prompt_token_ids:
             field = f"messages.{i}.prompt_token_ids"

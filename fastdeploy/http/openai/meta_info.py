@@ -6,14 +6,15 @@ from typing import Any
 
 from fastdeploy.client.choice import Choice
 from fastdeploy.client.generation import Generation
-from fastdeploy.http.openai.reply import weight_versions
+from fastdeploy.http.openai.reply import mask_ids, weight_versions
 
 # AReaL recognises an abort without tokens by this beginning of the message.
 BEFORE_PREFILL = "Abort before prefill"
 
 
-async def meta_info(generation: Generation, index: int, with_logprobs: bool) -> dict[str, Any]:
-    """Return the meta_info of a whole choice. The triples of output_token_logprobs are [logprob, token id, null]."""
+async def meta_info(generation: Generation, index: int, with_logprobs: bool, with_mask: bool) -> dict[str, Any]:
+    """Return the meta_info of a whole choice. The triples of output_token_logprobs are [logprob, token id, null].
+    with_mask: tell the ids that each token was drawn from, and its logprob over them, as miles reads them."""
     choice, prompt = generation.choices[index], index // generation.n
     meta: dict[str, Any] = {
         "id": generation.request_id,
@@ -30,6 +31,10 @@ async def meta_info(generation: Generation, index: int, with_logprobs: bool) -> 
         triples = ((entry.logprob, token, None) for token, entry in pairs)
         meta["output_token_logprobs"] = await generation.pace.array(triples)
         meta["output_token_logprobs_length"] = len(choice.token_ids)
+    if with_mask:
+        meta["output_token_sampling_mask"] = await mask_ids(generation.pace, choice.logprobs)
+        meta["output_token_sampling_mask_length"] = len(choice.token_ids)
+        meta["output_token_sampling_logprobs"] = [entry.logprob for entry in choice.logprobs]
     return meta
 
 

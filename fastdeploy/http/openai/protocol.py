@@ -163,7 +163,8 @@ class ChatBody(GenerationBody):
     content. chat_template: used instead of the model's template; needs --trust-request-chat-template.
 
     input_ids: the prompt; the messages are checked, and not rendered. required_prefix_token_ids: the prompt begins with
-    them, and they end with the last turn of the assistant. lora_path: the name of an adapter. return_meta_info: choices
+    them, and they end with the last turn of the assistant; HUD's agents name them prompt_token_ids, and count the
+    messages before the new ones in continuation_from. lora_path: the name of an adapter. return_meta_info: choices
     have SGLang's meta_info; not for streams."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
@@ -182,6 +183,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     input_ids: Annotated[Any, described(list[int])] = None
     required_prefix_token_ids: Annotated[Any, described(list[int])] = None
+    prompt_token_ids: Annotated[Any, described(list[int])] = None
+    continuation_from: Int64 | None = None
     lora_path: str | None = None
     return_meta_info: bool | None = None
 

@@ -2,6 +2,7 @@
 
 scorer      Scorer, the public class: parameters of a checkpoint, and log probabilities by the engine's model and ops
 samples     the checked input
+distribution  temperature and sampling masks
 decoder     the same model in plain Paddle, with gradients
 backward    gradients of the parameters, by way of the decoder
 

@@ -17,9 +17,11 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.rl.scoring.decoder import Decoder, Leaf, gradients_of, leaf_of
+from fastdeploy.rl.scoring.distribution import Distribution
 from fastdeploy.rl.scoring.samples import Sample
 
 LOGITS = 1 << 22  # logits that are in memory at once
+EXCLUDED = -1e30  # its probability is 0. With -inf the gradients would be NaN
 STRIDES = "FLAGS_use_stride_kernel"
 
 
@@ -31,7 +33,7 @@ class Backward:
         self._model, self._decoder, self._max_tokens = model, decoder, max_tokens
 
     def gradients(
-        self, rounded: Mapping[str, paddle.Tensor], samples: Sequence[Sample], temperature: float, upstream: np.ndarray
+        self, rounded: Mapping[str, paddle.Tensor], samples: Sequence[Sample], over: Distribution, upstream: np.ndarray
     ) -> dict[str, paddle.Tensor]:
         """Return the gradient of each tensor, float32, by name. rounded: the weights, by name. upstream: the gradient
         of each log probability, float32 [output tokens]. Samples whose gradients are all 0 cost nothing."""
@@ -41,27 +43,29 @@ class Backward:
         used = [s for s in samples if upstream[s.first : s.first + s.output].any()]
         with paddle.enable_grad(), without_strides():
             for batch in micro_batches(used, self._max_tokens):
-                self._add_batch(leaves, batch, temperature, upstream)
+                self._add_batch(leaves, batch, over, upstream)
             found: dict[str, paddle.Tensor] = {}
             for parameter in self._model.parameters:
                 found |= gradients_of(parameter, leaves[parameter.key])
             return found
 
     def _add_batch(
-        self, leaves: Mapping[str, Leaf], batch: Sequence[Sample], temperature: float, upstream: np.ndarray
+        self, leaves: Mapping[str, Leaf], batch: Sequence[Sample], over: Distribution, upstream: np.ndarray
     ) -> None:
         """Add the gradients of one micro-batch to those that the leaves have collected. The logits are computed in
         slices, since those of a large vocabulary take more memory than the rest."""
         ids, rows, targets = padded(batch)
-        wanted = np.concatenate([upstream[s.first : s.first + s.output] for s in batch])
+        places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
+        wanted = upstream[places]
         hidden = F.embedding(paddle.to_tensor(rows), self._decoder.hidden(leaves, paddle.to_tensor(ids)))
         scored = hidden.detach()
         scored.stop_gradient = False
         step = max(1, LOGITS // self._model.config.vocab_size)
         for at in range(0, len(rows), step):
             logits = self._decoder.logits(leaves, scored[at : at + step])
-            if temperature not in (0.0, 1.0):
-                logits = logits / temperature
+            if over.temperature not in (0.0, 1.0):
+                logits = logits / over.temperature
+            logits = over.masked(logits, places[at : at + step], EXCLUDED)
             losses = F.cross_entropy(logits, paddle.to_tensor(targets[at : at + step]), reduction="none")
             losses.reshape([-1]).backward(paddle.to_tensor(-wanted[at : at + step]))
         hidden.backward(scored.grad)

@@ -10,6 +10,7 @@ with the same prompt share the KV of its whole blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +28,11 @@ from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
 from fastdeploy.rl.scoring.backward import Backward
 from fastdeploy.rl.scoring.decoder import Decoder
+from fastdeploy.rl.scoring.distribution import Distribution, SamplingMasks, checked_masks
 from fastdeploy.rl.scoring.samples import Ids, Sample, checked_samples
 from fastdeploy.worker.part_reading import refusal
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import StandbyCopy
-from fastdeploy.worker.token_logprobs import divisors
 
 FORWARD_TOKENS = 8192  # of one batch
 BLOCK = 16  # tokens of a KV block
@@ -97,10 +98,40 @@ class EngineForward:
         self._model, self._max_tokens = model, max_tokens
         self._cache: KVCache | None = None
 
-    def logprobs(self, weights: ModelWeights, samples: Sequence[Sample], temperature: float) -> np.ndarray:
+    def logprobs(self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution) -> np.ndarray:
         """Return the log probability of each output token, float32, in the order of the samples. Raises
         NonFiniteLogits."""
-        found = np.empty(sum(sample.output for sample in samples), np.float32)
+        return self._found(weights, samples, over, 0)[0]
+
+    def top_logprobs(
+        self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution, top: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids and the log probabilities of the ``top`` best tokens at each output token, best first: int32
+        and float32 [output tokens, top]. Raises NonFiniteLogits."""
+        _, ids, values = self._found(weights, samples, over, top)
+        return ids, values
+
+    def _found(
+        self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution, top: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        count = sum(sample.output for sample in samples)
+        chosen = np.empty(count, np.float32)
+        ids, values = np.empty((count, top), np.int32), np.empty((count, top), np.float32)
+        for logits, targets, places in self._rows(weights, samples):
+            batch = LogprobBatch(targets, top, over.divisors(len(places)))
+            found = self._model.ops.logprobs(over.masked(logits, places, -math.inf), batch)
+            chosen[places], ids[places], values[places] = found.chosen, found.top_ids, found.top_values
+        if np.isnan(chosen).any():
+            of = next(i for i, s in enumerate(samples) if np.isnan(chosen[s.first : s.first + s.output]).any())
+            raise NonFiniteLogits(f"sequences[{of}]: the weights give logits that are not finite")
+        return chosen, ids, values
+
+    def _rows(
+        self, weights: ModelWeights, samples: Sequence[Sample]
+    ) -> Iterator[tuple[paddle.Tensor, np.ndarray, np.ndarray]]:
+        """Yield logits [N, V] with the output tokens that they predict, and the numbers of these: in slices, since
+        those of a large vocabulary take more memory than the rest."""
+        step = max(1, LOGITS // self._model.config.vocab_size)
         for batch in self._batches(samples):
             layout = _BatchLayout(batch)
             hidden = self._model.forward(
@@ -108,23 +139,9 @@ class EngineForward:
             )
             targets = np.concatenate([sample.ids[sample.prompt :] for sample in batch])
             places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
-            found[places] = self._scores(weights, hidden, targets, temperature)
-        if np.isnan(found).any():
-            of = next(i for i, s in enumerate(samples) if np.isnan(found[s.first : s.first + s.output]).any())
-            raise NonFiniteLogits(f"sequences[{of}]: the weights give logits that are not finite")
-        return found
-
-    def _scores(
-        self, weights: ModelWeights, hidden: paddle.Tensor, targets: np.ndarray, temperature: float
-    ) -> np.ndarray:
-        step = max(1, LOGITS // self._model.config.vocab_size)
-        found = []
-        for at in range(0, len(targets), step):
-            logits = self._model.logits(weights, hidden[at : at + step])
-            divisor = None if temperature in (0.0, 1.0) else divisors([temperature] * logits.shape[0])
-            batch = LogprobBatch(targets[at : at + step], temperature=divisor)
-            found.append(self._model.ops.logprobs(logits, batch).chosen)
-        return np.concatenate(found)
+            for at in range(0, len(targets), step):
+                here = slice(at, at + step)
+                yield self._model.logits(weights, hidden[here]), targets[here], places[here]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Yield the samples in batches, those with the same prompt side by side."""
@@ -250,7 +267,12 @@ class Scorer:
         later ``refresh`` does not change them."""
         return dict(self._snapshot.rounded)
 
-    def logprobs(self, sequences: Iterable[tuple[Ids, Ids]], temperature: float = 1.0) -> paddle.Tensor:
+    def logprobs(
+        self,
+        sequences: Iterable[tuple[Ids, Ids]],
+        temperature: float = 1.0,
+        sampling_masks: SamplingMasks | None = None,
+    ) -> paddle.Tensor:
         """Return the log probability of each output token, float32 [total output tokens], in the order of
         ``sequences``. These are (prompt_ids, output_ids) pairs.
 
@@ -259,12 +281,34 @@ class Scorer:
         temperature. 0.0 counts as 1.0, as it does at the server. The result has gradients with respect to
         ``parameters``.
 
+        sampling_masks: for each sequence, and for each of its output tokens, the ids that the token was drawn from, as
+        the server returned them with ``return_sampling_mask``; none = any. The values are then normalised over these
+        ids, and equal those of logprobs_mode processed at this temperature, without penalties.
+
         Raises InvalidField for input that the model cannot score, NonFiniteLogits for weights that give NaN."""
+        samples = self._checked(sequences, temperature)
+        masks = checked_masks(sampling_masks, samples, self._model.config.vocab_size)
+        over = Distribution(float(temperature), masks)
+        call = _Call(self._forward, self._backward, self._snapshot, samples, over, list(self.parameters))
+        return _Logprobs.apply(call, *self.parameters.values())
+
+    def top_logprobs(
+        self, sequences: Iterable[tuple[Ids, Ids]], top: int, temperature: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a teacher tells: the ids and the log probabilities of the ``top`` best tokens in the place of
+        each output token, best first, int32 and float32 [total output tokens, top]. They equal those of a server's
+        ``logprobs`` and ``prompt_logprobs`` to the bit, in the modes of :meth:`logprobs`. No gradients. Raises as
+        :meth:`logprobs`."""
+        samples = self._checked(sequences, temperature)
+        if type(top) is not int or not 1 <= top <= self._model.config.vocab_size:
+            raise InvalidField("top", f"expected an integer from 1 to {self._model.config.vocab_size}, got {top!r}")
+        over = Distribution(float(temperature))
+        return self._forward.top_logprobs(self._snapshot.packed, samples, over, top)
+
+    def _checked(self, sequences: Iterable[tuple[Ids, Ids]], temperature: float) -> list[Sample]:
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 1e6:
             raise InvalidField("temperature", f"expected a number from 0 to 1e6, got {temperature!r}")
-        samples = checked_samples(sequences, self._model.config.vocab_size, self._max_len)
-        call = _Call(self._forward, self._backward, self._snapshot, samples, float(temperature), list(self.parameters))
-        return _Logprobs.apply(call, *self.parameters.values())
+        return checked_samples(sequences, self._model.config.vocab_size, self._max_len)
 
 
 class _Call(NamedTuple):
@@ -274,7 +318,7 @@ class _Call(NamedTuple):
     backward: Backward
     snapshot: Snapshot
     samples: Sequence[Sample]
-    temperature: float
+    over: Distribution
     names: Sequence[str]
 
 
@@ -285,11 +329,11 @@ class _Logprobs(paddle.autograd.PyLayer):
     def forward(ctx: Any, call: _Call, *parameters: paddle.Tensor) -> paddle.Tensor:
         """Return the log probabilities."""
         ctx.call, ctx.frozen = call, [parameter.stop_gradient for parameter in parameters]
-        return paddle.to_tensor(call.forward.logprobs(call.snapshot.packed, call.samples, call.temperature))
+        return paddle.to_tensor(call.forward.logprobs(call.snapshot.packed, call.samples, call.over))
 
     @staticmethod
     def backward(ctx: Any, *upstreams: paddle.Tensor) -> Any:
         """Return the gradient of each parameter, None for a frozen one."""
         call, [upstream] = ctx.call, upstreams
-        found = call.backward.gradients(call.snapshot.rounded, call.samples, call.temperature, upstream.numpy())
+        found = call.backward.gradients(call.snapshot.rounded, call.samples, call.over, upstream.numpy())
         return tuple(None if frozen else found[name] for name, frozen in zip(call.names, ctx.frozen, strict=True))

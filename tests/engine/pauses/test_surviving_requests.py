@@ -85,3 +85,20 @@ def test_its_deadline_ends_it_also_during_a_pause():
     h.now += 6.0
     h.run_rounds()
     assert h.stream("session").reason == "abort" and h.stream("session").finals[0].stop_reason == "deadline"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_of_an_adapter_it_ends_on_the_weights_that_it_has_when_a_reset_unloads_the_adapter(paused):
+    h = Harness(FakeRunner(num_blocks=128))
+    h.load_adapter("a", 3)
+    h.add("session", [4, 5, 6], max_tokens=LENGTH, adapter="a", survives_aborts=True)
+    h.run_rounds(4)
+    if paused:
+        h.pause(mode="abort", scope="adapter:a")
+        h.run_rounds(3)
+        assert h.stream("session").reason is None
+    h.ask(m.ResetArgs())
+    h.run_out()
+    stream = h.stream("session")
+    assert (stream.reason, len(stream.tokens)) == ("length", LENGTH)
+    assert {span.adapter for span in stream.spans} == {"a"}

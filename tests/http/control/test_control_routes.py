@@ -14,10 +14,10 @@ from support.http_calls import answer, in_thread, wait_until
 # Each wrong value of one field of a completion.
 BAD_VALUES = [
     ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("max_tokens", 0),
-    ("min_tokens", 17), ("n", 0), ("logprobs", 21), ("stop", [""]), ("stop", 3), ("stop", "x" * 257),
+    ("min_tokens", 17), ("n", 0), ("logprobs", 1025), ("stop", [""]), ("stop", 3), ("stop", "x" * 257),
     ("cache_salt", "x" * 257), ("stop_token_ids", [-1]), ("seed", -2), ("tepmerature", 1), ("best_of", 2),
     ("echo", 2), ("suffix", "x"), ("logit_bias", {"1": 101}), ("bad_words", ["x" * 16385]), ("allowed_token_ids", []),
-    ("prompt_logprobs", 101), ("prompt_logprobs", True),
+    ("prompt_logprobs", 1025), ("prompt_logprobs", True),
     ("logprobs_mode", "cooked"), ("resumed_tokens", -1), ("first_choice", -1), ("use_beam_search", True),
     ("return_routed_experts", True), ("top_k", 2**31), ("priority", 2**31), ("priority", -(10**30)),
     ("stop_token_ids", [1, 10**30]), ("max_tokens", 10**30), ("min_tokens", 10**30), ("seed", 10**30),

@@ -123,6 +123,15 @@ def test_miles_reads_masks_and_the_logprobs_over_them(stack):
     assert meta["output_token_sampling_logprobs"] == [-0.25, 0.0, -0.5]
 
 
+def test_miles_reads_masks_of_a_chat_in_its_meta_info(stack):
+    body = {"messages": [{"role": "user", "content": "a"}], **CUT, "return_meta_info": True}
+    meta = post(stack, "/v1/chat/completions", **body, return_sampling_mask=True).json()["choices"][0]["meta_info"]
+    assert meta["output_token_sampling_mask"] == MASKS and meta["output_token_sampling_mask_length"] == 3
+    assert meta["output_token_sampling_logprobs"] == [-0.25, 0.0, -0.5]
+    meta = post(stack, "/v1/chat/completions", **body).json()["choices"][0]["meta_info"]
+    assert "output_token_sampling_mask" not in meta
+
+
 def test_each_event_of_sglangs_stream_repeats_the_masks_so_far(stack):
     *shown, done = events(sglang(stack, CUT, return_sampling_mask=True, stream=True))
     masks = [event["meta_info"]["output_token_sampling_mask"] for event in shown]

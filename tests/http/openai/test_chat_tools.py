@@ -112,6 +112,28 @@ def test_without_parallel_calls_the_answer_ends_behind_the_first(served, client)
     assert choice.token_ids == ids[:end] and not hasattr(choice, "tool_call_errors")
 
 
+def test_calls_that_are_required_are_a_grammar_of_the_request(served):
+    other = {"type": "function", "function": {"name": "other"}}
+    answer(served, CALL)
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, in_grammar in (("auto", []), ("required", ["add", "other"]), (named, ["add"])):
+        body = CHAT | {"tools": [ADD, other], "tool_choice": choice}
+        assert served.post("/v1/chat/completions", **body).json()["choices"][0]["finish_reason"] == "tool_calls"
+        grammar = served.engine.expect(AddRequest).sampling.grammar
+        assert [name for name in ("add", "other") if name in grammar] == in_grammar
+
+
+def test_a_schema_that_no_grammar_can_follow_is_refused_where_calls_are_required(served):
+    wrong = {"type": "object", "properties": {"a": {"type": "sum"}}}
+    tools = [ADD, {"type": "function", "function": {"name": "f", "parameters": wrong}}]
+    reply = served.post("/v1/chat/completions", **CHAT, tools=tools, tool_choice="required")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools.1.function.parameters.properties.a", reply.text
+    more = {"response_format": {"type": "json_object"}}
+    reply = served.post("/v1/chat/completions", **CHAT, tools=[ADD], tool_choice="required", **more)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
+
+
 def test_tool_choice_none_renders_the_tools_and_leaves_calls_in_the_text(served, client, tokenizer):
     answer(served, CALL)
     choice = client.chat.completions.create(**CHAT, tools=[ADD], tool_choice="none").choices[0]

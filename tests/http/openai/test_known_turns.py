@@ -52,6 +52,17 @@ def test_nemo_reads_the_ids_of_a_turn_in_the_message_and_sends_it_back_as_it_is(
     assert prompt_of(stack) == PROMPT + SAMPLED + NEW
 
 
+def test_hud_sends_the_ids_of_the_prompt_and_of_the_answer_with_a_count_that_leaves_out_its_system_prompt(stack):
+    stack.script(reply_with(SAMPLED))
+    system = {"role": "system", "content": "s"}
+    first = stack.post(CHAT, messages=[system, TURNS[0]], return_token_ids=True, logprobs=True).json()["choices"][0]
+    ids = first["prompt_token_ids"] + first["token_ids"]
+    assert stack.engine.expect(AddRequest)
+    body = {"prompt_token_ids": ids, "continuation_from": 2, "return_token_ids": True, "logprobs": True}
+    second = stack.post(CHAT, messages=[system, *TURNS], **body).json()["choices"][0]
+    assert second["prompt_token_ids"] == prompt_of(stack) == ids + NEW
+
+
 def test_the_message_of_a_client_that_did_not_ask_for_ids_has_none(stack):
     stack.script(reply_with(SAMPLED))
     message = stack.post(CHAT, messages=TURNS[:1], logprobs=True).json()["choices"][0]["message"]
@@ -73,6 +84,7 @@ def test_the_last_turn_with_ids_counts_and_later_messages_are_text(stack):
         ({"messages": TURNS, "required_prefix_token_ids": [272]}, "required_prefix_token_ids"),
         ({"messages": TURNS, "required_prefix_token_ids": [1] * 128}, "required_prefix_token_ids"),
         ({"messages": TURNS[:1], "required_prefix_token_ids": [1]}, "required_prefix_token_ids"),
+        ({"messages": TURNS, "prompt_token_ids": "abc"}, "prompt_token_ids"),
         ({"messages": [TURNS[0], TURNS[1] | {"prompt_token_ids": [1]}]}, "messages.1.generation_token_ids"),
         ({"messages": [TURNS[0], TURNS[1] | {"prompt_token_ids": 1}]}, "messages.1.prompt_token_ids"),
         ({"messages": [*WITH_IDS, {"role": "user", "content": "x" * 128}]}, "messages"),

@@ -15,14 +15,15 @@ from fastdeploy.http.sessions.messages import BlockEvents, blocks_of
 from fastdeploy.http.sessions.messages_body import MessagesBody, chat_of
 from fastdeploy.inter_communicator import messages as m
 
+EOS = 261
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 def answers(text: str = "ok", reason: str = "length") -> Any:
-    """Return a script that answers each choice with ``text``, one token for each byte."""
+    """Return a script that answers each choice with ``text``, one token for each byte, and <eos> for "stop"."""
 
     def script(add: AddRequest) -> list[m.Output]:
-        ids = list(text.encode())
+        ids = [*text.encode(), *([EOS] if reason == "stop" else [])]
         entries = [Logprob(-0.5) for _ in ids] if add.sampling.logprobs is not None else []
         spans = [Span("v1", 1, 0, len(ids))]
         return [m.Output(add.request_id, k, ids, entries, spans, reason) for k in range(add.n)]
@@ -161,6 +162,29 @@ def test_a_stop_sequence_is_named(client, stack):
     stack.script(answers("ab#cd"))
     message = client.messages.create(**ASK, stop_sequences=["#"])
     assert (message.content[0].text, message.stop_reason, message.stop_sequence) == ("ab", "stop_sequence", "#")
+
+
+def test_a_tool_is_called_and_its_result_continues_the_turn(make_stack):
+    stack = make_stack(tool_call_parser="hermes")
+    client = anthropic.Anthropic(base_url=f"{stack.server.url}/sessions/s", api_key="k", max_retries=0)
+    text = 'so<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    stack.script(answers(text, "stop"))
+    ask = {**ASK, "max_tokens": 100, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+    whole = client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        said, called = message.content
+        assert said.text == "so" and (called.type, called.name, called.input) == ("tool_use", "add", {"a": 1})
+        assert message.stop_reason == "tool_use"
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": whole.content[1].id, "content": "2"}]}
+    stack.script(answers("2"))
+    history = [*ASK["messages"], {"role": "assistant", "content": whole.content}, result]
+    client.messages.create(**{**ask, "messages": history})
+    rows = stack.http.get("/v1/sessions/s").json()["rows"]
+    last = rows[-1]["turns"]
+    assert [turn["continues"] for turn in last] == [None, 1] and len(last[0]["message"]["tool_calls"]) == 1
+    assert rows[-1]["token_ids"][last[0]["start"] : last[0]["end"]] == [*text.encode(), EOS]
 
 
 def test_count_tokens_counts_the_prompt_and_makes_no_turn(client, stack):

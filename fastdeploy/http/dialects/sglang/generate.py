@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -95,6 +96,7 @@ class ChoiceReply:
         self.ids = GrowingArray(pace)
         self.triples = GrowingArray(pace)
         self.top = GrowingArray(pace)
+        self.chosen = GrowingArray(pace)
         self.mask = GrowingArray(pace)
         self.mask_logprobs = GrowingArray(pace)
 
@@ -164,6 +166,7 @@ class GenerateView:
             if options.listed:
                 await reply.top.extend(map(self._top, entries), 1 + options.listed)
         if options.mask:
+            await reply.chosen.extend(entry.logprob for entry in entries)
             await reply.mask.extend((memoryview(e.mask_ids).cast("i").tolist() for e in entries), mask_work(entries))
         if options.mask_logprobs:
             rows = (memoryview(e.mask_logprobs).cast("f").tolist() for e in entries)
@@ -181,7 +184,8 @@ class GenerateView:
         if options.listed:
             fields["output_token_ids_logprobs" if options.ids else "output_top_logprobs"] = reply.top.raw()
         if options.flat_output and reply.choice.finish_reason is not None:
-            fields |= flat_top("output", [*reply.choice.logprobs], options.top, options.flat_output == "base64")
+            entries, as_base64 = [*reply.choice.logprobs], options.flat_output == "base64"
+            fields |= await asyncio.to_thread(flat_top, "output", entries, options.top, as_base64)
             fields["output_top_logprobs_temperature_scaled"] = options.temperature_scaled
         if options.top_p_ids and reply.choice.finish_reason is not None:
             fields |= top_p_ids(reply.choice.logprobs)
@@ -191,11 +195,12 @@ class GenerateView:
         """Return the ids that each token was drawn from, and the logprob of the token over them: with mode "support"
         that of each of the ids. miles reads these in a field of their own."""
         options = reply.prompt.logprobs
-        chosen: Any = [entry.logprob for entry in reply.choice.logprobs]
         fields: dict[str, Any] = {
             "output_token_sampling_mask": reply.mask.raw(),
             "output_token_sampling_mask_length": reply.num_tokens,
-            "output_token_sampling_logprobs": reply.mask_logprobs.raw() if options.mask == "support" else chosen,
+            "output_token_sampling_logprobs": (
+                reply.mask_logprobs if options.mask == "support" else reply.chosen
+            ).raw(),
         }
         if options.mask_logprobs and options.mask != "support":
             fields["output_token_sampling_mask_logprobs"] = reply.mask_logprobs.raw()
@@ -216,7 +221,8 @@ class GenerateView:
         fields = {"input_token_logprobs": await array(triples)}
         options = prompt.logprobs
         if options.flat_input:
-            fields |= flat_top("input", given, options.top, options.flat_input == "base64")
+            as_base64 = options.flat_input == "base64"
+            fields |= await asyncio.to_thread(flat_top, "input", given, options.top, as_base64)
         elif options.top or options.ids:
             name = "input_token_ids_logprobs" if options.ids else "input_top_logprobs"
             fields[name] = await array(map(self._top, given), 1 + options.top + len(options.ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ def top_p_ids(entries: list[Logprob]) -> dict[str, str]:
     }
 
 
-def flat_top(side: str, entries: list[Logprob | None], top: int, as_base64: bool) -> dict[str, Any]:
+def flat_top(side: str, entries: Sequence[Logprob | None], top: int, as_base64: bool) -> dict[str, Any]:
     """Return the best tokens of each entry as two arrays [entries, top]: float32 logprobs and int32 ids, row by row.
     side: "input" or "output", with which the names of the fields begin. Leading entries of None are counted alone
     (null_prefix). A row with fewer tokens is filled with -9999.0 and id -1."""

@@ -185,7 +185,7 @@ class DetokenizeBody(LaxBody):
 # Fields of a chat body that its tokens depend on.
 RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
                       "chat_template", "tools", "documents", "mm_processor_kwargs", "reasoning_effort",
-                      "required_prefix_token_ids"})  # fmt: skip
+                      "required_prefix_token_ids", "prompt_token_ids"})  # fmt: skip
 # Fields of a chat body that are sampling parameters of /inference/v1/generate too. Logprobs have other forms there.
 SAMPLING = {"n", "stop"} | {name for name in SamplingParams.__struct_fields__ if "logprobs" not in name}
 
