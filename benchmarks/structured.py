@@ -13,8 +13,7 @@ import json
 import statistics
 import time
 
-from fastdeploy import LLM, SamplingParams
-from fastdeploy.client import grammars
+from fastdeploy import LLM, SamplingParams, grammars
 
 # JSON as long as one likes, with strings, numbers and nesting.
 ITEM = {
