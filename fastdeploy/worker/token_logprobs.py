@@ -34,12 +34,15 @@ class Wanted(NamedTuple):
         return np.concatenate([self.ids, self.mask]) if self.mask_logprobs else self.ids
 
 
+NOTHING = Wanted()  # beside the logprob of the token: most requests ask for no more
+
+
 def token_logprobs(
     ops: Ops, logits: paddle.Tensor, batch: LogprobBatch, wanted: Sequence[Wanted]
 ) -> list[Logprob | None]:
     """Return the log softmax of each row of logits [S, V] at its token, with what is wanted. Best tokens of probability
     0 are left out. None for a row that is not finite."""
-    others = [w.others for w in wanted]
+    others = [NO_IDS if w is NOTHING else w.others for w in wanted]
     lengths = [len(ids) for ids in others]
     if any(lengths):
         batch = batch._replace(other_ids=np.concatenate(others), other_ends=np.cumsum(lengths))
@@ -51,6 +54,8 @@ def token_logprobs(
         start, end = end, end + lengths[i]
         if math.isnan(value):
             result.append(None)
+        elif wanted[i] is NOTHING:
+            result.append(Logprob(value, rank))
         else:
             best = min(counts[i], wanted[i].top)
             top = found.top_ids[i, :best], found.top_values[i, :best]
@@ -76,6 +81,8 @@ def wanted_of(params: Sequence[SamplingParams], logits: paddle.Tensor, cutoff: C
         masks = {i: cutoff.kept(i, rows[i]).astype("<i4") for i in masked}
     return [
         Wanted(p.logprobs or 0, ids_of(p), masks.get(i, NO_IDS), p.return_sampling_mask_logprobs)
+        if p.logprobs or p.logprob_token_ids or i in masks
+        else NOTHING
         for i, p in enumerate(params)
     ]
 

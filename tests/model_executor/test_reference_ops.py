@@ -16,6 +16,7 @@ from fastdeploy.model_executor.ops.interface import (
 )
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
 from fastdeploy.model_executor.ops.reference_weights import to_float32
+from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from tests.support.decoder_layers import SHAPES, Adapter, Layer, make_batch
 
 OPS = ReferenceOps("float32")
@@ -259,8 +260,9 @@ def test_tokens_of_probability_zero_are_never_drawn():
 def test_logprobs_are_log_softmax_best_first():
     logits, chosen = _normal(3, 40), np.array([0, 39, 7], np.int32)
     log_softmax = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    values, best, ids = OPS.logprobs(paddle.to_tensor(logits), chosen, 4)
+    values, best, ids, ranks, _ = OPS.logprobs(paddle.to_tensor(logits), LogprobBatch(chosen, 4))
     np.testing.assert_allclose(values, log_softmax[np.arange(3), chosen], atol=1e-5)
     assert np.array_equal(ids, np.argsort(-logits, axis=-1)[:, :4])
     np.testing.assert_allclose(best, np.take_along_axis(log_softmax, ids.astype(np.int64), -1), atol=1e-5)
-    assert OPS.logprobs(paddle.to_tensor(logits), chosen, 0)[1].shape == (3, 0)
+    assert ranks.tolist() == [1 + (row > row[token]).sum() for row, token in zip(logits, chosen, strict=True)]
+    assert OPS.logprobs(paddle.to_tensor(logits), LogprobBatch(chosen)).top_values.shape == (3, 0)

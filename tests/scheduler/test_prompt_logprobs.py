@@ -131,12 +131,12 @@ def test_impossible_values_of_a_resubmission_are_refused(field, value):
 
 def test_the_engine_refuses_more_prompt_logprobs_than_a_reply_may_hold():
     h = Harness(FakeRunner(num_blocks=2048, max_model_len=8192))
-    h.add("fits", [1] * 5190, prompt_logprobs=100, max_tokens=1)
-    h.add("too many", [1] * 5191, prompt_logprobs=100)
+    h.add("fits", [1] * 8160, prompt_logprobs=256, max_tokens=1)
+    h.add("too many", [1] * 8161, prompt_logprobs=256)
     h.run_rounds()
     assert h.rejected("fits") is None
     failure = h.rejected("too many")
-    assert failure.detail["param"] == "prompt_logprobs" and "expected at most 524288" in failure.message
+    assert failure.detail["param"] == "prompt_logprobs" and "expected at most 2097152" in failure.message
 
 
 def test_a_new_label_between_two_tokens_makes_two_spans_of_one_weight_epoch():

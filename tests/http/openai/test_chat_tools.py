@@ -227,6 +227,7 @@ REFUSED = [
     ({"tools": [ADD], "tool_choice": "any"}, "tool_choice"), ({"tools": [ADD], "tool_choice": []}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": [1]}}}, "tool_choice.function.name"),
     ({"reasoning_effort": "some"}, "reasoning_effort"), ({"functions": [ADD]}, "functions"),
     ({"function_call": "auto"}, "function_call"), ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),
 ]  # fmt: skip
