@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ LENGTHS = st.sampled_from([None, None, 3, 400])
 MOVES = st.builds(Move, st.sampled_from([0, 0, 0, 1, 2]), QUESTIONS, st.lists(WORDS, max_size=3).map(tuple), LENGTHS)
 CONVERSATIONS = st.lists(MOVES, min_size=2, max_size=4)
 MILD = ("keep", "abort", "wait", "live", "abort and update", "keep and update", "abort all", "abort one")
+SERVED_S = 60.0  # a supervisor gives up a process that dies again and again without so many seconds of service
 HARD = (*MILD, "kill an engine", "kill a server of the API")
 
 
@@ -110,7 +112,8 @@ class Trial:
     def __init__(self, server: Server, start: Path, versions: dict[str, Path]):
         self._server, self._versions = server, versions
         self._scorers = {name: Scorer(str(folder)) for name, folder in {"": start, **versions}.items()}
-        self.conversations = self.turns = self.rows = self.tokens = self.mixed = 0
+        self._killed = dict.fromkeys(HARD, 0.0)  # when that was done last
+        self.conversations = self.turns = self.rows = self.tokens = self.mixed = self.kills = 0
 
     def run(self, conversations: Sequence[Sequence[Move]], happens: Sequence[Trouble], seed: int) -> None:
         """Hold the conversations at once while ``happens``, and check all that the server remembers of them."""
@@ -137,7 +140,7 @@ class Trial:
     def counts(self) -> str:
         """What was held and checked."""
         told = f"{self.conversations} conversations, {self.turns} turns, {self.rows} rows, {self.tokens} tokens"
-        return f"{told}, {self.mixed} answers of several versions"
+        return f"{told}, {self.mixed} answers of several versions, {self.kills} kills"
 
     async def _harm(self, client: RolloutClient, happens: Sequence[Trouble], agents: Sequence[Agent]) -> None:
         names = list(self._versions)
@@ -146,6 +149,12 @@ class Trial:
             await self._once(client, trouble.what, names[i % len(names)], agents[i % len(agents)].session)
 
     async def _once(self, client: RolloutClient, what: str, version: str, session: AgentSession) -> None:
+        if what.startswith("kill"):
+            if time.monotonic() - self._killed[what] < SERVED_S:
+                return
+            self._killed[what] = time.monotonic()
+            self.kills += 1
+
         async def update() -> None:
             await client.update_weights(str(self._versions[version]), version, kv="recompute")
 
