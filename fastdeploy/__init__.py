@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy.core.process import VERSION as __version__
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "grammars"]
 
 if TYPE_CHECKING:
+    from fastdeploy.client import grammars
     from fastdeploy.core.sampling_params import SamplingParams
     from fastdeploy.entrypoints.llm import LLM
 
@@ -18,6 +20,8 @@ def __getattr__(name: str) -> Any:
         from fastdeploy.entrypoints.llm import LLM
 
         return LLM
+    if name == "grammars":
+        return importlib.import_module("fastdeploy.client.grammars")
     if name == "SamplingParams":
         from fastdeploy.core.sampling_params import SamplingParams
 

@@ -30,6 +30,13 @@ struct Logits {
   const uint32_t* allowed;
 
   Mask allowed_lanes(int64_t i) const { return allowed == nullptr ? 0xffff : (allowed[i / 32] >> (i % 32)) & 0xffff; }
+  // Of ids i to i + count, multiples of 32.
+  bool none_allowed(int64_t i, int64_t count) const {
+    if (allowed == nullptr) return false;
+    uint32_t any = 0;
+    for (int64_t word = i / 32; word < (i + count) / 32; ++word) any |= allowed[word];
+    return any == 0;
+  }
   Floats16 full(int64_t i) const {  // 16 logits from i on, a multiple of 16
     return allowed == nullptr ? load(x + i) : select(allowed_lanes(i), load(x + i), set1(-INFINITY));
   }
@@ -46,12 +53,14 @@ Candidate argmax(const Logits& x) {
   Floats16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
   Mask numbers = 0xffff;  // NaN is not equal to itself
   int64_t i = 0;
-  for (; i + 64 <= n; i += 64)
+  for (; i + 64 <= n; i += 64) {
+    if (x.none_allowed(i, 64)) continue;
     for (int c = 0; c < 4; ++c) {
       const Floats16 v = x.full(i + 16 * c);
       numbers &= equal(v, v);
       top[c] = max(v, top[c]);
     }
+  }
   for (int count; i < n; i += 16) {
     const Floats16 v = x.at(i, &count);
     numbers &= equal(v, v);
@@ -99,6 +108,7 @@ Mask kept_lanes(Floats16 logits, int64_t i, Candidate boundary) {
 double block_mass(const Row& row, int64_t from, Candidate boundary) {
   Floats16 sum = zero();
   const int64_t end = std::min(row.x.n, from + kBlock);
+  if (end - from == kBlock && row.x.none_allowed(from, kBlock)) return 0;
   for (int64_t i = from; i < end; i += 16) {
     int count;
     const Floats16 logits = row.x.at(i, &count);

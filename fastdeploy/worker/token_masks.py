@@ -208,22 +208,28 @@ class TokenMaskMaker:
             self._executor.unsafe_compute_mask_ptr(plain, *sizes)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *sizes)
-        for row, first in with_grammar:
-            self._set_ends(bits[first : first + 1 + len(row.drafts)], row)
+        _set_ends(with_grammar, bits, self._grammars.end_id)
 
-    def _set_ends(self, masks: np.ndarray, row: _Row) -> None:
-        """Allow the ids that end the sequence where the matcher allows its own end, and nowhere else. Behind an end
-        that is ignored there is nothing but ends."""
-        state, end_id = row.state, self._grammars.end_id if self._grammars else 0
+
+def _set_ends(rows: list[tuple[_Row, int]], bits: np.ndarray, end_id: int) -> None:
+    """Allow the ids that end a sequence where its matcher allows its own end, ``end_id``, and nowhere else. Behind an
+    end that is ignored there is nothing but ends. rows: with the first mask of each."""
+    of_ends: dict[tuple[int, ...], list[int]] = {}
+    for row, first in rows:
+        of_ends.setdefault(row.state.new.ends, []).extend(range(first, first + 1 + len(row.drafts)))
+    for ends, masks in of_ends.items():
+        may_end = (bits[masks, end_id // 32] >> np.uint32(end_id % 32)) & np.uint32(1)
+        for token in {end_id, *ends}:
+            bit = np.uint32(1 << token % 32)
+            allowed = may_end * bit if token in ends else np.uint32(0)
+            bits[masks, token // 32] = (bits[masks, token // 32] & ~bit) | allowed
+    for row, first in rows:
+        state, end = row.state, first + 1 + len(row.drafts)
+        bits[first + 1 + len(_before_end(row)) : end] = state.ends
         if not state.why and state.matcher is not None and state.matcher.is_error():  # a limit was reached
             state.why = f"the grammar cannot be followed: {_error_of(state.matcher)}"
-        may_end = (masks[:, end_id // 32] >> np.uint32(end_id % 32)) & 1
-        masks[:, end_id // 32] &= np.uint32(~(1 << end_id % 32) & 0xFFFFFFFF)
-        masks &= ~state.ends
-        masks[may_end.astype(bool)] |= state.ends
-        masks[1 + len(_before_end(row)) :] = state.ends
         if state.why:
-            masks[:] = 0
+            bits[first:end] = 0
 
 
 class PendingMasks:

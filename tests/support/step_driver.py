@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan
+from fastdeploy.core.plan import BlockCopy, NewSequence, NoneAllowed, NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
@@ -33,11 +33,12 @@ class Sequence:
     sampling: SamplingParams = GREEDY
     choice: int = 0
     banned: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
     computed: int = 0
     table: list[int] = field(default_factory=list)
     prompt_len: int = 0
     logprobs: list[Logprob] = field(default_factory=list)
-    non_finite: NonFinite | None = None
+    non_finite: NonFinite | NoneAllowed | None = None
     number: int | None = None
     told: tuple[int, int] = (0, 0)
     served: ServedWeights = ServedWeights()
@@ -75,7 +76,7 @@ class Driver:
         for sequence, scheduled, sampled in zip(sequences, chunks, result.sampled, strict=True):
             sequence.computed += scheduled.num_known
             assert (sampled is not None) == scheduled.sample
-            if isinstance(sampled, NonFinite):
+            if isinstance(sampled, NonFinite | NoneAllowed):
                 sequence.non_finite = sampled
             elif sampled is not None:
                 accepted = len(sampled.token_ids) - 1
@@ -107,7 +108,7 @@ class Driver:
         if s.number is None:
             s.number, s.told = self._numbers, (0, 0)
             self._numbers += 1
-            new = NewSequence((s.name, s.choice), s.sampling, s.prompt_len, s.banned, len(s.ids) + 1000)
+            new = NewSequence((s.name, s.choice), s.sampling, s.prompt_len, s.banned, len(s.ids) + 1000, s.ends)
         tokens, blocks = s.told
         s.told = len(s.ids), len(s.table)
         start, sample = s.computed, end == len(s.ids)

@@ -1,0 +1,62 @@
+"""What structured output costs: tokens per second of many streams with a grammar, relative to the same streams without.
+
+    python -m benchmarks.structured --model FOLDER
+
+The two loads take turns in one engine, and draw the same number of tokens. The model may have random weights: the
+grammar's text has a fixed length, so each stream ends at --tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from fastdeploy import LLM, SamplingParams, grammars
+
+# JSON as long as one likes, with strings, numbers and nesting.
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["add", "multiply", "look up"]},
+        "arguments": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "kind", "arguments"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
+
+
+def measure(llm: LLM, sampling: SamplingParams, streams: int) -> float:
+    """Return the tokens per second of one repeat."""
+    prompts = [[token + 1 for token in range(k, k + 16)] for k in range(streams)]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, sampling)
+    seconds = time.perf_counter() - began
+    return sum(len(output.choices[0].token_ids) for output in outputs) / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="folder; the default is the embedded model")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--logprobs", type=int, help="log probabilities of the best tokens, in mode raw")
+    args = parser.parse_args()
+    plain = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, logprobs=args.logprobs)
+    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs}
+    with_grammar = SamplingParams(**fields, grammar=grammars.json_schema(SCHEMA))
+    with LLM(args.model, enable_speculative_decoding=False, max_num_seqs=args.streams) as llm:
+        for sampling in (plain, with_grammar):
+            measure(llm, sampling, args.streams)
+        rates = [(measure(llm, plain, args.streams), measure(llm, with_grammar, args.streams))
+                 for _ in range(args.repeats)]  # fmt: skip
+    ratios = [constrained / free for free, constrained in rates]
+    print(json.dumps({"tokens_per_s": rates, "ratio": statistics.median(ratios)}))
+
+
+if __name__ == "__main__":
+    main()
