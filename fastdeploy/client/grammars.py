@@ -61,6 +61,8 @@ def lark_or_gbnf(text: str) -> str:
     """Return the grammar of a Lark text, or of one in GBNF: the EBNF of llama.cpp and XGrammar. Raises ValueError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if len(text) > MAX_GRAMMAR_CHARS:  # the converter's time grows with the square of the number of rules
+        raise ValueError(f"expected at most {MAX_GRAMMAR_CHARS} characters, got {len(text)}")
     try:
         return lark(any_to_lark(text))
     except Exception as error:  # the converter raises anything

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,8 +88,8 @@ async def checked(context: ServingContext, field: str, build: Callable[[], str])
     if not context.require_tokenizer(field).has_grammars:
         raise InvalidField(field, "not supported: this model has no tokenizer.json")
     try:
-        grammar = build()
-    except ValueError as error:
+        grammar = await asyncio.to_thread(build)
+    except (ValueError, RecursionError) as error:
         raise InvalidField(field, str(error)) from error
     return await context.grammars.check(grammar, field)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
+from fastdeploy.client import grammars
 from fastdeploy.inter_communicator.messages import AddRequest
 from support.fake_engine_server import reply_with
 
@@ -79,6 +81,7 @@ def test_a_choice_may_have_any_characters(stack):
         ({"structured_outputs": {"grammar": "?"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
         ({"guided_regex": "a" * 70000}, "guided_regex"),
+        ({"guided_grammar": 'root ::= "' + "a" * 70000 + '"'}, "guided_grammar"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "a"'},
          "guided_grammar"),
@@ -105,6 +108,25 @@ def test_deeply_nested_schemas_and_long_chains_of_rules_are_answered(module_stac
     assert module_stack.post("/v1/completions", prompt="a", guided_json=chain).status_code == 200
     rules = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'
     assert module_stack.post("/v1/completions", prompt="a", guided_grammar=rules).status_code == 200
+
+
+def test_a_large_grammar_is_refused_before_it_is_converted(monkeypatch):
+    monkeypatch.setattr("llguidance.gbnf_to_lark.any_to_lark", lambda text: pytest.fail("converted"))
+    with pytest.raises(ValueError, match="expected at most 65536 characters"):
+        grammars.lark_or_gbnf("a" * 65537)
+
+
+def test_a_grammar_is_built_off_the_event_loop(stack, monkeypatch):
+    threads: list[str] = []
+
+    def build(text: str) -> str:
+        threads.append(threading.current_thread().name)
+        return grammars.lark(text)
+
+    monkeypatch.setattr(grammars, "lark_or_gbnf", build)
+    stack.script(reply_with([97]))
+    assert stack.post("/v1/completions", prompt="a", guided_grammar='start: "a"').status_code == 200
+    assert threads[0].startswith("asyncio")  # the default executor of a loop
 
 
 def test_biases_and_bad_words_reach_the_engine_as_ids(stack):
