@@ -20,6 +20,7 @@ from fastdeploy.core.grammar import MAX_GRAMMAR_CHARS, PARSER_LIMITS, compiling_
 
 # Between the tokens of JSON, where there may be none, too. Without a limit, some models never end.
 WHITE_SPACE = r"[ \n\r\t]{1,40}"
+MAX_GBNF_RULES = 512  # the converter's time grows with their square, and is some 0.2 s here
 CHECKED = 256  # grammars that are remembered as good
 MAX_PLACES = 64  # parts of a schema that are looked at to find the wrong one
 # Keywords of JSON schema whose value is a schema, a list of schemas, or an object of schemas.
@@ -61,8 +62,10 @@ def lark_or_gbnf(text: str) -> str:
     """Return the grammar of a Lark text, or of one in GBNF: the EBNF of llama.cpp and XGrammar. Raises ValueError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if len(text) > MAX_GRAMMAR_CHARS:  # the converter's time grows with the square of the number of rules
+    if len(text) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"expected at most {MAX_GRAMMAR_CHARS} characters, got {len(text)}")
+    if (rules := text.count("::=")) > MAX_GBNF_RULES:
+        raise ValueError(f"expected at most {MAX_GBNF_RULES} rules in GBNF, got {rules}; Lark may have more")
     try:
         return lark(any_to_lark(text))
     except Exception as error:  # the converter raises anything

@@ -110,10 +110,15 @@ def test_deeply_nested_schemas_and_long_chains_of_rules_are_answered(module_stac
     assert module_stack.post("/v1/completions", prompt="a", guided_grammar=rules).status_code == 200
 
 
-def test_a_large_grammar_is_refused_before_it_is_converted(monkeypatch):
-    monkeypatch.setattr("llguidance.gbnf_to_lark.any_to_lark", lambda text: pytest.fail("converted"))
-    with pytest.raises(ValueError, match="expected at most 65536 characters"):
-        grammars.lark_or_gbnf("a" * 65537)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("a" * 65537, "at most 65536 characters"), ('root ::= "a"\n' * 513, "at most 512 rules in GBNF")],
+    ids=["characters", "rules"],
+)
+def test_a_large_grammar_is_refused_before_it_is_converted(monkeypatch, text, why):
+    monkeypatch.setattr("llguidance.gbnf_to_lark.any_to_lark", lambda text: "converted")
+    with pytest.raises(ValueError, match=why):
+        grammars.lark_or_gbnf(text)
 
 
 def test_a_grammar_is_built_off_the_event_loop(stack, monkeypatch):
