@@ -262,6 +262,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.processes
 def test_writers_that_are_killed_lose_no_turn_that_they_have_stored(stores):
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     writers = [
