@@ -55,7 +55,8 @@ class _State:
         for token in output:
             self.ended = self.ended or token in self.new.ends
             if not self.why and not self.matcher.consume_token(end_id if self.ended else token):
-                self.why = f"the {self.num_read}th token of the output, {token}, does not follow the grammar"
+                what = f"token {token} at position {self.num_read} of the output does not follow the grammar"
+                self.why = f"{what}: {_error_of(self.matcher)}"
             self.num_read += 1
         if not self.why and self.matcher.is_error():
             self.why = f"the grammar cannot be followed: {_error_of(self.matcher)}"

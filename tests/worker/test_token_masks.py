@@ -124,6 +124,7 @@ def test_min_tokens_does_not_end_a_grammar_that_may_go_on(make_driver):
     ("fields", "why"),
     [
         ({"grammar": grammars.regex("b")}, "does not follow the grammar"),
+        ({"grammar": grammars.regex("a{1000000000}")}, "too many expressions"),  # a limit of llguidance
         ({"grammar": grammars.regex("ab"), "allowed_token_ids": (97,)}, "leave no token"),
         ({"grammar": grammars.regex(r"a[^\s\S]")}, ""),
         ({"grammar": grammars.lark("start: nothing")}, ""),
