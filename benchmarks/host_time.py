@@ -34,7 +34,7 @@ from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.model_executor.ops.vocabulary import SampleBatch
+from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 from fastdeploy.scheduler.ngram_drafter import NgramDrafter
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler
@@ -59,14 +59,15 @@ class InstantModel:
 
 
 class InstantOps:
-    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+    def sample(
+        self, logits: paddle.Tensor, batch: SampleBatch, cutoff: Cutoff | None = None, masks: TokenMasks | None = None
+    ) -> np.ndarray:
         return np.full(len(batch.temperature), 7, np.int32)
 
-    def logprobs(
-        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        rows = len(token_ids)
-        return np.zeros(rows, np.float32), np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
+    def logprobs(self, logits: paddle.Tensor, batch: LogprobBatch) -> TokenLogprobs:
+        rows, top = len(batch.token_ids), batch.top
+        values, ids = np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
+        return TokenLogprobs(values.sum(1), values, ids, np.ones(rows, np.int32), np.empty(0, np.float32))
 
 
 class UnusedDrafts:

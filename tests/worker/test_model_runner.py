@@ -215,7 +215,7 @@ def test_greedy_logprob_is_only_returned_when_asked_for(make_runner):
     top3 = _sequence(31, sampling=SamplingParams(temperature=0.0, logprobs=3))
     driver.step([asks_not, asks, top3])
     assert asks_not.logprobs == [] and len(asks_not.output) == 1
-    assert asks.logprobs[0].top == () and asks.logprobs[0].logprob < 0
+    assert asks.logprobs[0].top == [] and asks.logprobs[0].logprob < 0
     top = top3.logprobs[0].top
     assert len(top) == 3 and top[0] == (top3.output[0], top3.logprobs[0].logprob)
     assert top[0][1] >= top[1][1] >= top[2][1]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from examples.agent_grpo.__main__ import DEFAULTS
-from examples.agent_grpo.__main__ import main as train
 from examples.agent_grpo.start_policy import START_POLICY
 from examples.agent_grpo.task import AgentTask
 from examples.async_grpo.config import Settings
@@ -20,6 +22,8 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.scoring import Scorer
 
 pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[3]
 
 SHORT = ["--groups", "2", "--group", "4", "--concurrency", "2", "--updates", "1", "--eval-problems", "4"]
 
@@ -51,7 +55,8 @@ def test_captured_conversations_are_rescored_to_the_bit(url):
 
 
 def test_an_update_trains_on_sessions_and_accounts_for_every_token(url, tmp_path):
-    assert train([*SHORT, "--url", url, "--out", str(tmp_path)]) == 0
+    command = [sys.executable, "-m", "examples.agent_grpo", *SHORT, "--url", url, "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (update,) = [event for event in events if event["kind"] == "update"]
     assert update["samples"] == 8 and update["mismatch"]["max_abs"] == 0
