@@ -116,7 +116,8 @@ class CountingRequest(request.Request):
 
 def looks_of_six_steps(waiting: int, lacking: str) -> int:
     """Return the number of attribute reads. Four requests run; the others lack a place in the batch, or KV blocks."""
-    h = Harness(FakeRunner(num_blocks=36, max_model_len=128), max_num_seqs=4 if lacking == "places" else 8)
+    runner = FakeRunner(num_blocks=36, max_model_len=128)
+    h = Harness(runner, max_num_seqs=4 if lacking == "places" else 8, max_step_ms=60_000.0)
     for i in range(4):
         h.add(f"r{i}", [i + 1] * 20, max_tokens=14)
     for _ in range(4):
