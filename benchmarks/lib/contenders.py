@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
-from benchmarks.lib.processes import ServerProcess, cpu_seconds, peak_bytes, send_all
+from benchmarks.lib.processes import ServerProcess, cpu_seconds, peak_bytes, send_all, sigterm_held
 
 READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0
@@ -101,8 +101,9 @@ class RunningEngines:
                 for engine in engines:
                     folder = Path(name) / engine.name
                     folder.mkdir()
-                    contender = Contender(engine, folder)
-                    self.contenders.append(contender)
+                    with sigterm_held():
+                        contender = Contender(engine, folder)
+                        self.contenders.append(contender)
                     with self.removed_on_failure(contender):
                         asyncio.run(contender.start(ready_s))
                         self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")

@@ -69,6 +69,20 @@ def send_all(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
+@contextlib.contextmanager
+def sigterm_held() -> Iterator[None]:
+    """Let a SIGTERM that arrives in the block act at its end. So no server is started that its owner does not know yet,
+    and cannot stop. For the main thread."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def command_words(pid: int) -> list[str]:
     """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
