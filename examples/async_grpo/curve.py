@@ -44,7 +44,7 @@ def draw(paths: list[Path], out: Path) -> None:
         above.plot([e["t"] / 60 for e in evaluations], [100 * e["solved"] / e["problems"] for e in evaluations],
                    marker="o", markersize=3, label=label)  # fmt: skip
         below.plot([u["t"] / 60 for u in updates], smoothed([u["reward_all"] for u in updates]), label=label)
-    above.axhline(90, color="gray", linewidth=0.8, linestyle="--")
+        above.axhline(100 * events["run"][0]["settings"]["target"], color="gray", linewidth=0.8, linestyle="--")
     above.set(ylabel="held-out problems solved, %", ylim=(0, 100), title="Asynchronous GRPO on two CPU cores")
     below.set(ylabel="reward", xlabel="minutes", ylim=(0, 1))
     above.legend(loc="lower right")
