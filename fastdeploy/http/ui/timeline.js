@@ -87,7 +87,7 @@ export class Timeline {
 
   drawBars(server, view) {
     const bars = [...server.ended, ...server.live.values()].filter((bar) => (bar.to ?? view.to) > view.from);
-    const lanes = setLanes(bars, view);
+    const lanes = setLanes(bars);
     const pitch = (view.height - TOP - BOTTOM - 6) / Math.max(lanes, LANES);
     const thick = Math.max(1, Math.min(pitch - (pitch > 4 ? 2 : 0.5), 14));
     this.boxes = [];
@@ -212,7 +212,7 @@ function describe(bar) {
 // Give each bar that has none a lane in which no other bar is. A session keeps its lane as long as one of its bars is on
 // the picture, so its turns lie behind each other, unless there are more sessions than lanes can be seen. Returns the
 // number of lanes.
-export function setLanes(bars, view) {
+export function setLanes(bars) {
   const taken = []; // lane -> end of its last bar
   const owners = []; // lane -> its session, or "" for bars without one
   const take = (bar, lane) => {
