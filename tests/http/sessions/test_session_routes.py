@@ -13,6 +13,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.http.sessions.messages import BlockEvents, blocks_of
 from fastdeploy.http.sessions.messages_body import MessagesBody, chat_of
+from fastdeploy.http.sessions.store import SessionStore
 from fastdeploy.inter_communicator import messages as m
 
 EOS = 261
@@ -133,6 +134,15 @@ def test_an_end_aborts_what_runs_and_forgets_the_session(stack):
     assert stack.http.delete("/v1/sessions/s").json()["deleted"]
     assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(session=uid)
     assert stack.http.get("/v1/sessions/s").status_code == 404
+
+
+def test_a_turn_whose_session_is_gone_at_its_end_is_logged(stack, monkeypatch, caplog):
+    async def gone(*args: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(SessionStore, "add", gone)
+    assert stack.post("/sessions/s/v1/chat/completions", **CHAT, request_id="lost").status_code == 200
+    assert "the turn of request lost in s#" in caplog.text
 
 
 # ------------------------------------------------------------------ Anthropic
