@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fastdeploy.client.turns import common_beginning
+
 TOKEN_BYTES = 4
 SESSION_BYTES, TURN_BYTES = 1024, 512  # that one takes besides ids, log probabilities and details
 DIGEST_BYTES = 16
@@ -157,14 +159,7 @@ def _parent(db: sqlite3.Connection, uid: str, prompt: bytes) -> tuple[int | None
 
 def common_prefix(a: bytes, b: bytes) -> int:
     """Return the number of ids that two lists of ids have in common at their beginning."""
-    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
-    while low < high:  # the first ``low`` are equal, the first ``high + 1`` are not
-        middle = (low + high + 1) // 2
-        if a[low * TOKEN_BYTES : middle * TOKEN_BYTES] == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return len(common_beginning(a, b)) // TOKEN_BYTES
 
 
 def read_turns(db: sqlite3.Connection, uid: str) -> list[StoredTurn]:
