@@ -20,12 +20,12 @@ from fastdeploy.http.guards.route_access import bearer_key
 from fastdeploy.http.openai import chat_prompt, completion
 from fastdeploy.http.openai.chat import ChatView
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, GenerationBody
-from fastdeploy.http.sessions import turns_table
 from fastdeploy.http.sessions.messages import MessagesReply
 from fastdeploy.http.sessions.messages_body import CountBody, MessagesBody, anthropic_names, chat_of
 from fastdeploy.http.sessions.recognition import chain_of, chain_with
 from fastdeploy.http.sessions.recording import RecordedGeneration
 from fastdeploy.http.sessions.store import SessionStore, owner_of
+from fastdeploy.http.sessions.turns_table import FoundTurn
 
 NAME = re.compile(r"[A-Za-z0-9._:@~=+-]+")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -120,7 +120,7 @@ def _checked(body: Body) -> Body:
     return body
 
 
-def _beginning(found: turns_table.KnownTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:
+def _beginning(found: FoundTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:
     """Return what a turn says of the earlier turn that it continues."""
     if found is None:
         return {"continues": None, "begins_anew": UNKNOWN if num_turns else FIRST}

@@ -70,7 +70,7 @@ class StoredTurn(NamedTuple):
     detail: bytes
 
 
-class KnownTurn(NamedTuple):
+class FoundTurn(NamedTuple):
     """The turn that a new request continues. num_messages: so many messages of the request are those of the turn, with
     its answer. ids: those of its prompt and of its answer."""
 
@@ -79,7 +79,7 @@ class KnownTurn(NamedTuple):
     ids: list[int]
 
 
-def known_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> KnownTurn | None:
+def find_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> FoundTurn | None:
     """Return the longest turn whose conversation and answer begin a request. chain: the digest of the first message of
     the request, of its first two, and so on (recognition.py)."""
     for end in range(len(chain), 0, -MAX_VARIABLES):
@@ -94,7 +94,7 @@ def known_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> Know
         for i in range(len(part) - 1, -1, -1):
             if part[i] in found:
                 number = found[part[i]]
-                return KnownTurn(number, end - len(part) + i + 1, from_bytes(ids_of(db, uid, number)))
+                return FoundTurn(number, end - len(part) + i + 1, from_bytes(ids_of(db, uid, number)))
     return None
 
 
