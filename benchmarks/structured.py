@@ -45,10 +45,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--logprobs", type=int, help="log probabilities of the best tokens, in mode raw")
+    parser.add_argument("--logprobs", type=int, help="log probabilities of so many of the best tokens")
+    parser.add_argument("--logprobs-mode", choices=("raw", "temperature", "processed"), default="raw")
     args = parser.parse_args()
-    plain = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, logprobs=args.logprobs)
-    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs}
+    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode}
+    plain = SamplingParams(**fields, ignore_eos=True)
     with_grammar = SamplingParams(**fields, grammar=grammars.json_schema(SCHEMA))
     with LLM(args.model, enable_speculative_decoding=False, max_num_seqs=args.streams) as llm:
         for sampling in (plain, with_grammar):
