@@ -29,13 +29,14 @@ ITEM = {
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 
 
-def measure(llm: LLM, sampling: SamplingParams, streams: int) -> float:
-    """Return the tokens per second of one repeat."""
+def measure(llm: LLM, sampling: SamplingParams, streams: int) -> tuple[float, float]:
+    """Return the tokens of one repeat per second, and per second of CPU time."""
     prompts = [[token + 1 for token in range(k, k + 16)] for k in range(streams)]
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, sampling)
-    seconds = time.perf_counter() - began
-    return sum(len(output.choices[0].token_ids) for output in outputs) / seconds
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    num_tokens = sum(len(output.choices[0].token_ids) for output in outputs)
+    return num_tokens / seconds, num_tokens / cpu_seconds
 
 
 def main() -> None:
@@ -44,18 +45,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--logprobs", type=int, help="log probabilities of the best tokens, in mode raw")
+    parser.add_argument("--logprobs", type=int, help="log probabilities of so many of the best tokens")
+    parser.add_argument("--logprobs-mode", choices=("raw", "temperature", "processed"), default="raw")
     args = parser.parse_args()
-    plain = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, logprobs=args.logprobs)
-    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs}
+    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode}
+    plain = SamplingParams(**fields, ignore_eos=True)
     with_grammar = SamplingParams(**fields, grammar=grammars.json_schema(SCHEMA))
     with LLM(args.model, enable_speculative_decoding=False, max_num_seqs=args.streams) as llm:
         for sampling in (plain, with_grammar):
             measure(llm, sampling, args.streams)
         rates = [(measure(llm, plain, args.streams), measure(llm, with_grammar, args.streams))
                  for _ in range(args.repeats)]  # fmt: skip
-    ratios = [constrained / free for free, constrained in rates]
-    print(json.dumps({"tokens_per_s": rates, "ratio": statistics.median(ratios)}))
+    names = ("ratio", "cpu_ratio")  # the second one does not depend on other programs on the machine
+    ratios = {
+        name: statistics.median(constrained[i] / free[i] for free, constrained in rates) for i, name in enumerate(names)
+    }
+    print(json.dumps({"tokens_per_s_and_cpu_s": rates, **ratios}))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,12 @@ def lark_or_gbnf(text: str) -> str:
         raise ValueError(f"expected a grammar in Lark or GBNF: {error}") from error
 
 
+def with_named(text: str, name: str, grammar: str) -> str:
+    """Return the grammar of a Lark text in which ``@name`` stands for ``grammar``."""
+    [inner] = msgspec.json.decode(grammar)["grammars"]
+    return msgspec.json.encode({"grammars": [{"lark_grammar": text}, {"name": name, **inner}]}).decode()
+
+
 def _canonical(**grammar: Any) -> str:
     return msgspec.json.encode({"grammars": [grammar]}).decode()
 

@@ -21,7 +21,7 @@ from fastdeploy.core.request_fields import AddRequest, part_id
 from fastdeploy.inter_communicator.messages import Output
 
 LOST = (EngineDead, EngineStalled)
-MAX_VAIN_LOSSES = 8  # of engines in a row without a token: a request that ends its engine must not go on for ever
+MAX_VAIN_LOSSES = 8  # of engines in a row without a token: a request that ends its engine must not end them all
 RESTART_S = 600.0  # for which a generation waits for the next engine
 
 
@@ -38,6 +38,7 @@ def rest_of(request: AddRequest, request_id: str, choice: int, tokens: Sequence[
         resumed_tokens=request.resumed_tokens + base,
         retain_s=0.0,  # a result without its beginning is of no use later
         fingerprint="",
+        max_queue_s=None if base else request.max_queue_s,  # its first step was in time
         sampling=replace(
             sampling,
             max_tokens=sampling.max_tokens - base,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, AnyStr, NamedTuple
 
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import InvalidField
@@ -91,7 +91,7 @@ def _after(text: str | None, mark: str) -> str | None:
 def _behind_shared(tokenizer: Tokenizer, after: str, turn: str, end_ids: Collection[int]) -> _Rest | None:
     """Return the rest of ``after`` behind the turn. ``turn`` is the same text without the later messages. None if the
     turn is written in another way when messages follow it."""
-    shared = _common_beginning(after, turn)
+    shared = common_beginning(after, turn)
     if turn[len(shared) :].strip():
         return None
     written = shared.rstrip()
@@ -101,8 +101,8 @@ def _behind_shared(tokenizer: Tokenizer, after: str, turn: str, end_ids: Collect
     return _Rest(after[len(shared) :], False)
 
 
-def _common_beginning(a: str, b: str) -> str:
-    """Return what both texts begin with. They are compared in large pieces: both may be whole conversations."""
+def common_beginning(a: AnyStr, b: AnyStr) -> AnyStr:
+    """Return what both begin with. They are compared in large pieces: both may be whole conversations."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

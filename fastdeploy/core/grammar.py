@@ -1,7 +1,8 @@
 """What the API server, which checks grammars, and the worker, which follows them, have in common: the limits of
 llguidance, and a thread to compile on.
 
-A grammar is llguidance's JSON: {"grammars": [{"json_schema": ...}]}, or {"grammars": [{"lark_grammar": "..."}]}.
+A grammar is llguidance's JSON: {"grammars": [{"json_schema": ...}]}, or {"grammars": [{"lark_grammar": "..."}]}. There
+may be a second one with a "name", to which the first one refers.
 """
 
 from __future__ import annotations

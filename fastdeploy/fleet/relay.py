@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import Reader, RequestStream
-from fastdeploy.client.resubmission import LOST, rest_of
+from fastdeploy.client.resubmission import LOST, MAX_VAIN_LOSSES, rest_of
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, QueueFull, RequestsRejected
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest, part_id
@@ -27,7 +27,6 @@ from fastdeploy.inter_communicator.messages import Output
 
 REFUSED = (QueueFull, RequestsRejected)
 MIN_S = 0.001  # for a deadline that has just passed: a request takes only times above 0
-MAX_VAIN_LOSSES = 8  # of replicas in a row, without a token. A request that ends its engine must not end them all
 
 
 class Placer(Protocol):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from fastdeploy.core.errors import UnknownSession
 from fastdeploy.rl.connection import Connection
@@ -63,7 +64,8 @@ class AgentSession:
 
     def __init__(self, connection: Connection, control_s: float, name: str | None = None):
         self.name = name or uuid.uuid4().hex
-        self.anthropic_url = f"{connection.url}/sessions/{self.name}"
+        self._path = quote(self.name, safe=":@=+")  # so that "?" and "#" end no path: the server refuses them by name
+        self.anthropic_url = f"{connection.url}/sessions/{self._path}"
         self.openai_url = f"{self.anthropic_url}/v1"
         self.api_key = connection.data_key or NO_KEY
         self._connection = connection
@@ -96,4 +98,4 @@ class AgentSession:
             await self._call("DELETE")
 
     async def _call(self, method: str, action: str = "") -> dict[str, Any]:
-        return await self._connection.call(method, f"/v1/sessions/{self.name}{action}", self._control_s)
+        return await self._connection.call(method, f"/v1/sessions/{self._path}{action}", self._control_s)

@@ -11,6 +11,7 @@ Logprobs are of one of three distributions, per row:
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +86,8 @@ class Sampler:
         banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
         if masks is not None:
             banned = [row for row in banned if row not in masks.rows]  # their masks have the bans
-        touched = rows.biased or rows.penalised or banned
+        masked = masks is not None and PROCESSED in rows.by_mode
+        touched = masked or rows.biased or rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         _apply_biases(logits, draws, rows.biased)
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
@@ -94,6 +96,8 @@ class Sampler:
         for i in rows.greedy_masked:  # nothing but the best token can be drawn
             if cutoff is not None and token_ids[i] >= 0:
                 cutoff.logits[i], cutoff.ids[i] = logits[i, int(token_ids[i])].item(), token_ids[i]
+        if masks is not None and masked:
+            masks.apply(_in_place(logits))
         sampled: list[Sampled | NonFinite] = [
             Sampled([token]) if token >= 0 else NonFinite(position)
             for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
@@ -101,9 +105,7 @@ class Sampler:
         reached = draws.reached(token_ids)
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0 and reached[i]]
-            draw = Draw(raw, token_ids, cutoff)
-            if mode == PROCESSED:
-                draw = Draw(logits if masks is None else _masked(logits, masks), token_ids, cutoff)
+            draw = Draw(logits if mode == PROCESSED else raw, token_ids, cutoff)
             logprobs = _logprobs(self._ops, mode, draw, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
@@ -145,8 +147,11 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
     return rows
 
 
-def _masked(logits: paddle.Tensor, masks: TokenMasks) -> paddle.Tensor:
-    return paddle.to_tensor(masks.applied(logits.numpy()))
+def _in_place(logits: paddle.Tensor) -> np.ndarray:
+    """Return the logits [R, V] in the same memory: copies to numpy and back take half as long as a step."""
+    assert logits.is_contiguous() and logits.dtype == paddle.float32
+    memory = (ctypes.c_float * logits.size).from_address(logits.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(logits.shape)
 
 
 def _apply_biases(logits: paddle.Tensor, draws: Draws, rows: list[int]) -> None:

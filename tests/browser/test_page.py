@@ -122,6 +122,17 @@ def test_the_turns_of_a_session_lie_behind_each_other_in_one_lane(open_page):
     assert lanes == [0, 1, 2, 1, 0, 2]
 
 
+def test_many_sessions_of_one_request_share_lanes(open_page):
+    lanes = open_page().evaluate(
+        """async () => {
+        const { setLanes } = await import("/ui/timeline.js");
+        const bars = Array.from({ length: 2000 }, (_, i) => ({ session: `s${i}`, at: i, to: i + 0.5, lane: null }));
+        return setLanes(bars);
+    }"""
+    )
+    assert lanes == 48
+
+
 def test_a_hold_of_a_trainer_and_a_weight_session_are_shown(open_page, ui_server):
     page = open_page()
     ui_server.post("/v1/pause", {"mode": "wait", "hold_id": "trainer", "ttl_s": 100})

@@ -164,7 +164,8 @@ def test_it_fails_if_no_engine_comes_and_when_the_server_shuts_down(short):
 
 
 def test_the_rest_of_a_rest_is_that_of_the_whole():
-    whole = AddRequest("r", [1], SamplingParams(max_tokens=9, min_tokens=1), first_choice=4, n=2)
+    whole = AddRequest("r", [1], SamplingParams(max_tokens=9, min_tokens=1), first_choice=4, n=2, max_queue_s=3.0)
     rest = rest_of(whole, "r/1", 1, [5, 6])
+    assert rest.max_queue_s is None and rest_of(whole, "r/0", 0, []).max_queue_s == 3.0
     assert (rest.request_id, rest.group, rest.n, rest.first_choice) == ("r/1", "r", 1, 5)
     assert (rest.sampling.max_tokens, rest.sampling.min_tokens, rest.resumed_tokens) == (7, 0, 2)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from fastdeploy.client.tokenizer import Tokenizer, _byte_alphabet
-from fastdeploy.client.turns import KnownTurn, _common_beginning, extend
+from fastdeploy.client.turns import KnownTurn, common_beginning, extend
 from fastdeploy.core.errors import InvalidField
 
 # As Qwen3: the reasoning of earlier turns is left out, tool calls are written anew, tool results are a user's.
@@ -227,4 +227,4 @@ def test_each_turn_of_a_conversation_begins_with_the_ids_of_the_turn_before_and_
     [("", "x", ""), ("abc", "abd", "ab"), ("ab", "abc", "ab"), ("xab", "ab", ""), ("é", "é", "é")],
 )
 def test_what_two_texts_begin_with(a, b, expected):
-    assert _common_beginning(a, b) == _common_beginning(b, a) == expected
+    assert common_beginning(a, b) == common_beginning(b, a) == expected

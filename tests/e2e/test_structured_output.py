@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-import time
 
 import openai
 import pydantic
 import pytest
 
-from e2e.server import PROMPT
+from e2e.server import PROMPT, LiveStream
 
 REGEX = "[a-z]{40}-[0-9]{40}(!|\\?){40}"
 
@@ -64,16 +62,16 @@ def test_a_request_that_was_aborted_continues_its_grammar(live):
 
 
 def test_a_pause_and_a_sleep_leave_the_grammar_as_it_was(live):
-    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 100, "maxItems": 100}
-    found: list[str] = []
-    body = {"prompt": "a", "max_tokens": 2000, "guided_json": schema, "guided_whitespace_pattern": " "}
-    run = threading.Thread(target=lambda: found.append(live.post("/v1/completions", body).ok()["choices"][0]["text"]))
-    run.start()
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 300, "maxItems": 300}
+    fields = {"guided_json": schema, "guided_whitespace_pattern": " ", "ignore_eos": False, "seed": 1}
+    stream = LiveStream(live, [*PROMPT], temperature=1.0, **fields)
     for _ in range(3):
-        time.sleep(0.05)
+        stream.wait_for_tokens(len(stream.tokens) + 1)
         live.post("/v1/pause", {"mode": "keep"}).ok()
+        assert live.get("/v1/is_paused").result["counts"]["frozen"] == 1
         live.post("/v1/sleep", {"tags": ["kv_cache"]}).ok()
         live.post("/v1/wakeup", {}).ok()
         live.post("/v1/resume").ok()
-    run.join()
-    assert len(json.loads(found[0])) == 100
+    assert stream.wait_end().finals == ["stop"]
+    text = live.post("/detokenize", {"tokens": stream.tokens[:-1]}).ok()["prompt"]  # the last one is EOS
+    assert len(json.loads(text)) == 300

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastdeploy.client.request_stream import RequestStream
+from fastdeploy.client.resubmission import MAX_VAIN_LOSSES
 from fastdeploy.core.errors import (
     AttachedElsewhere,
     DuplicateRequest,
@@ -23,7 +24,6 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
-from fastdeploy.fleet.relay import MAX_VAIN_LOSSES
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.http.body import parse_body
 from fastdeploy.http.openai.protocol import GenerationBody

@@ -69,6 +69,11 @@ def test_the_new_mask_leaves_out_what_an_earlier_row_has():
     assert SessionRow.read({**row, "shared_prefix": None}).num_shared == 0
 
 
-def test_a_name_that_is_none_is_refused(served):
-    with SyncRolloutClient(served.url) as client, pytest.raises(InvalidField, match="session"):
-        client.session("a b").rows()
+@pytest.mark.parametrize("name", ["a b", "named?", "named#1"])
+def test_a_name_that_is_none_is_refused(served, name):
+    with SyncRolloutClient(served.url) as client:
+        act(client.session("named").openai_url, turns=1)
+        with pytest.raises(InvalidField, match="session"):
+            client.session(name).end()
+        assert len(client.session("named").rows()) == 1
+        client.session("named").end()

@@ -102,6 +102,11 @@ def test_logprobs_in_mode_raw_do_not_see_the_mask(make_driver, alone):
     assert mask == set(b"abc") and len(processed.logprobs[0].mask_ids) == 12
 
 
+def test_logprobs_of_both_modes_in_one_step_are_those_of_each_alone(make_driver, alone):
+    for one, beside in zip(alone, make_driver().generate(requests()[:2], COUNT), strict=False):
+        assert (beside.output, beside.logprobs) == (one.output, one.logprobs)
+
+
 def test_masks_bad_words_and_biases_are_kept(alone):
     assert all(re.fullmatch(REGEX, text(one).partition(";")[0] + ";") for one in alone[:2] if ";" in text(one))
     assert set(text(alone[4])) <= set("ab-12;")

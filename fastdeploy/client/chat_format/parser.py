@@ -29,7 +29,7 @@ class ChatParser:
     was cut into parts. A tool call is in one delta, since nothing that was sent can be taken back.
 
     tools: the functions that may be called, with the schemas of their arguments. in_reasoning: the prompt ends inside
-    of reasoning. one_call: take only the first call.
+    of reasoning. one_call: a second call is broken.
 
     White space around reasoning and calls belongs to the format. Content without both stays as it is.
     """

@@ -10,7 +10,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.client.turns import KnownTurn, extend
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.chat_tools import answer_format, required_calls, template_message, template_variables
+from fastdeploy.http.openai.chat_tools import answer_format, answer_limits, template_message, template_variables
 from fastdeploy.http.openai.known_turns import TURN_FIELDS, end_ids, extended, given_turn
 from fastdeploy.http.openai.protocol import (
     ChatBody,
@@ -20,7 +20,6 @@ from fastdeploy.http.openai.protocol import (
     sampling_of,
     text_options,
 )
-from fastdeploy.http.openai.structured import constraints
 
 
 async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | None = None) -> GenerationRequest:
@@ -46,7 +45,7 @@ async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | No
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
-    limits = await constraints(context, body, await required_calls(context, body, answer, ids))
+    limits = await answer_limits(context, body, answer, ids)
     sampling = sampling_of(context, body, len(ids), _logprobs_asked(body), limit, limits)
     context.check_reply([sampling], [ids], body.request_fields.n)
     text = answer.text_options(context, text_options(context, body))

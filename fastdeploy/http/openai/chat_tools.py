@@ -12,14 +12,14 @@ import msgspec
 
 from fastdeploy.client.chat_format.call_syntax import Tools
 from fastdeploy.client.chat_format.formats import ChatFormat
-from fastdeploy.client.chat_format.tool_grammar import tool_grammar
+from fastdeploy.client.chat_format.message_grammar import message_grammar
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.client.grammars import json_schema
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import ChatBody
-from fastdeploy.http.openai.structured import checked
+from fastdeploy.http.openai.structured import checked, constraints, grammars_asked
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
 DEVELOPER = "developer"
@@ -68,20 +68,27 @@ def answer_format(context: ServingContext, body: ChatBody) -> AnswerFormat:
     )
 
 
-async def required_calls(context: ServingContext, body: ChatBody, answer: AnswerFormat, prompt: list[int]) -> str:
-    """Return the grammar of an answer that must call tools, "" if it need not. Raises InvalidField for a schema that no
-    grammar can follow."""
-    if not answer.must_call:
-        return ""
-    for i, tool in enumerate(body.tools or ()):
-        if (name := tool["function"]["name"]) in answer.tools:
-            build = functools.partial(json_schema, answer.tools[name])
-            await checked(context, f"tools.{i}.function.parameters", build)
+async def answer_limits(
+    context: ServingContext, body: ChatBody, answer: AnswerFormat, prompt: list[int]
+) -> dict[str, Any]:
+    """Return the checked fields of SamplingParams that restrict the answer. A grammar that the client asks for is that
+    of the content: the model may reason before it, and call tools in its place. Raises InvalidField, also for a schema
+    of a tool that no grammar can follow."""
     format = ChatFormat(context.chat_format.reasoning, answer.format.tool_calls)
-    special = context.require_tokenizer("tool_choice").special
+    special = context.require_tokenizer("messages").special
     begins_inside = in_reasoning(context, format, body, prompt)
-    build = functools.partial(tool_grammar, format, answer.tools, special, begins_inside, answer.one_call)
-    return await checked(context, "tools", build)
+
+    def whole(content: str) -> str:
+        return message_grammar(format, answer.tools, special, begins_inside, answer.one_call, content)
+
+    if answer.must_call or (answer.tools and grammars_asked(body)):
+        for i, tool in enumerate(body.tools or ()):
+            if (name := tool["function"]["name"]) in answer.tools:
+                build = functools.partial(json_schema, answer.tools[name])
+                await checked(context, f"tools.{i}.function.parameters", build)
+    if answer.must_call:
+        return await constraints(context, body, await checked(context, "tools", functools.partial(whole, "")))
+    return await constraints(context, body, whole=whole if any(format) else None)
 
 
 def functions(tools: list[dict[str, Any]]) -> Tools:

@@ -35,7 +35,7 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     @RouteAccess.DATA
     async def completions(request: Request) -> Response:
-        body = parse_body(without_chat_fields(await read_generation(request)), CompletionBody, UNSUPPORTED)
+        body = parse_completion(await read_generation(request))
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
@@ -43,15 +43,15 @@ def completion_router(context: ServingContext) -> APIRouter:
     return router
 
 
-def without_chat_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a body whose prompt is token ids, without the fields that make the prompt of a chat: rLLM leaves them in
-    the body of a chat's later turns. The limit of a chat, ``max_completion_tokens``, is that of the completion. A body
-    with a text is returned as it is, since its client may expect the text to be rendered."""
-    if not isinstance(data.get("prompt"), list):
-        return data
-    kept = {name: value for name, value in data.items() if name not in CHAT_FIELDS}
-    limit = data.get("max_completion_tokens")
-    return kept | {"max_tokens": limit} if limit is not None else kept
+def parse_completion(data: dict[str, Any]) -> CompletionBody:
+    """Check a body. If its prompt is token ids, the fields that make the prompt of a chat are ignored: rLLM leaves them
+    in the body of a chat's later turns. The limit of a chat, ``max_completion_tokens``, is then that of the completion.
+    Beside a text they are refused, since the client may expect the text to be rendered. Raises InvalidField."""
+    if isinstance(data.get("prompt"), list):
+        limit = data.get("max_completion_tokens")
+        data = {name: value for name, value in data.items() if name not in CHAT_FIELDS}
+        data |= {"max_tokens": limit} if limit is not None else {}
+    return parse_body(data, CompletionBody, UNSUPPORTED)
 
 
 async def prepare(context: ServingContext, body: CompletionBody, default_max_tokens: int | None) -> GenerationRequest:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,15 +66,20 @@ class ConstrainedBody(Body):
     guided_whitespace_pattern: str | None = None
 
 
-async def constraints(context: ServingContext, body: ConstrainedBody, grammar: str = "") -> dict[str, Any]:
+async def constraints(
+    context: ServingContext, body: ConstrainedBody, grammar: str = "", whole: Callable[[str], str] | None = None
+) -> dict[str, Any]:
     """Return the checked fields of SamplingParams that restrict the answer. grammar: one that the route has made of
-    other fields; then the client may ask for no other. Raises InvalidField."""
+    other fields; then the client may ask for no other. whole: makes the grammar of an answer of the one that the client
+    asks for. Raises InvalidField."""
     given: dict[str, Any] = {}
-    asked = _grammars_asked(body)
+    asked = grammars_asked(body)
     if len(asked) + bool(grammar) > 1:
         raise InvalidField([*asked][-1], "expected only one field that asks for a grammar")
     for field, build in asked.items():
         grammar = await checked(context, field, build)
+        if whole is not None:
+            grammar = await checked(context, field, functools.partial(whole, grammar))
     if grammar:
         given["grammar"] = grammar
     if body.logit_bias is not None:
@@ -116,7 +122,7 @@ async def _bad_words(context: ServingContext, words: list[str]) -> tuple[tuple[i
     return tuple(found)
 
 
-def _grammars_asked(body: ConstrainedBody) -> dict[str, Callable[[], str]]:
+def grammars_asked(body: ConstrainedBody) -> dict[str, Callable[[], str]]:
     """Return what makes the grammar of each field that asks for one."""
     asked: dict[str, Callable[[], str]] = {}
     if body.response_format is not None and (found := _of_response_format(body.response_format)) is not None:

@@ -19,13 +19,13 @@ from fastdeploy.http.guards.keys import Keys
 from fastdeploy.http.guards.route_access import bearer_key
 from fastdeploy.http.openai import chat_prompt, completion
 from fastdeploy.http.openai.chat import ChatView
-from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
-from fastdeploy.http.sessions import turns_table
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, GenerationBody
 from fastdeploy.http.sessions.messages import MessagesReply
-from fastdeploy.http.sessions.messages_body import CountBody, MessagesBody, chat_of
+from fastdeploy.http.sessions.messages_body import CountBody, MessagesBody, anthropic_names, chat_of
 from fastdeploy.http.sessions.recognition import chain_of, chain_with
 from fastdeploy.http.sessions.recording import RecordedGeneration
 from fastdeploy.http.sessions.store import SessionStore, owner_of
+from fastdeploy.http.sessions.turns_table import FoundTurn
 
 NAME = re.compile(r"[A-Za-z0-9._:@~=+-]+")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -80,17 +80,21 @@ class Agents:
     async def message(self, request: Request) -> Response:
         """Answer a message of Anthropic's."""
         body = parse_body(await read_json(request), MessagesBody, {})
-        return MessagesReply(self.context, await self.chat_view(request, chat_of(body)), bool(body.stream)).response()
+        with anthropic_names():
+            view = await self.chat_view(request, chat_of(body))
+        return MessagesReply(self.context, view, bool(body.stream)).response()
 
     async def count_tokens(self, request: Request) -> int:
         """Return the number of tokens that the prompt of a message has."""
         session_name(request)
-        chat = parse_body(chat_of(parse_body(await read_json(request), CountBody, {})), ChatBody, UNSUPPORTED)
-        return len((await chat_prompt.prepare(self.context, chat)).requests[0].prompt_token_ids)
+        body = parse_body(await read_json(request), CountBody, {})
+        with anthropic_names():
+            chat = parse_body(chat_of(body), ChatBody, UNSUPPORTED)
+            return len((await chat_prompt.prepare(self.context, chat)).requests[0].prompt_token_ids)
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion. Its turn continues the turn whose ids begin its prompt."""
-        body = _checked(parse_body(await read_generation(request), CompletionBody, UNSUPPORTED))
+        body = _checked(completion.parse_completion(await read_generation(request)))
         session, _ = await self.store.begin(self.owner(request), session_name(request))
         await self._engine()
         checked = await completion.prepare(self.context, body, completion.DEFAULT_MAX_TOKENS)
@@ -116,7 +120,7 @@ def _checked(body: Body) -> Body:
     return body
 
 
-def _beginning(found: turns_table.KnownTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:
+def _beginning(found: FoundTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:
     """Return what a turn says of the earlier turn that it continues."""
     if found is None:
         return {"continues": None, "begins_anew": UNKNOWN if num_turns else FIRST}

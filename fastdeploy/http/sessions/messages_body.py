@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +19,13 @@ ROLES = ("user", "assistant")
 # Blocks of an assistant's message that no template renders: a model gets no earlier reasoning.
 DROPPED = frozenset({"thinking", "redacted_thinking"})
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields of a chat, and what they are made of here.
+NAMES = (
+    (re.compile(r"stop\b"), "stop_sequences"),
+    (re.compile(r"tools\.(\d+)\.function\.parameters\b"), r"tools.\1.input_schema"),
+    (re.compile(r"tools\.(\d+)\.function\.name\b"), r"tools.\1.name"),
+    (re.compile(r"tool_choice\.function\.name\b"), "tool_choice.name"),
+)
 Blocks = Annotated[Any, described(str | list[dict[str, Any]])]
 
 
@@ -27,8 +37,10 @@ class AnthropicMessage(BaseModel):
 
 
 class AnthropicTool(BaseModel):
-    """A tool of the client. input_schema: the JSON schema of its arguments."""
+    """A tool of the client. input_schema: the JSON schema of its arguments. type: "custom", or absent. Tools that
+    Anthropic's server has are not here."""
 
+    type: str | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -75,7 +87,7 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     if messages and messages[-1]["role"] == "assistant":  # the answer begins with it
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
     if (choice := body.tool_choice) is not None:
         fields |= _choice(choice)
     if body.thinking is not None and body.thinking.type == "disabled":
@@ -86,7 +98,22 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tool(tool: AnthropicTool) -> dict[str, Any]:
+@contextlib.contextmanager
+def anthropic_names() -> Iterator[None]:
+    """Let an InvalidField that is raised in the block name the field of Anthropic's body."""
+    try:
+        yield
+    except InvalidField as error:
+        for of_chat, name in NAMES:
+            if of_chat.match(error.field):
+                message = str(error).removeprefix(f"{error.field}: ")
+                raise InvalidField(of_chat.sub(name, error.field), message) from error
+        raise
+
+
+def _tool(tool: AnthropicTool, field: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise InvalidField(f"{field}.type", f"expected custom, got {tool.type!r}: this server has no tools of its own")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
     return {"type": "function", "function": function}
 
@@ -114,7 +141,7 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
         where = f"{field}.content.{k}"
         if _kind(block) == "tool_result":
             content = _text(block.get("content") or "", f"{where}.content")
-            made.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content})
+            made.append({"role": "tool", "tool_call_id": _name(block, "tool_use_id", where), "content": content})
         elif made and made[-1]["role"] == "user":
             made[-1]["content"] += _text([block], where)
         else:
@@ -127,8 +154,9 @@ def _assistant(blocks: list[Any], field: str) -> dict[str, Any]:
     for k, block in enumerate(blocks):
         if _kind(block) == "tool_use":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
-            function = {"name": str(block.get("name")), "arguments": arguments}
-            call = {"id": str(block.get("id")), "type": "function", "function": function}
+            where = f"{field}.{k}"
+            function = {"name": _name(block, "name", where), "arguments": arguments}
+            call = {"id": _name(block, "id", where), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif _kind(block) not in DROPPED:
             message["content"] += _text([block], f"{field}.{k}")
@@ -144,6 +172,12 @@ def _text(content: Any, field: str) -> str:
         if _kind(block) != "text" or not isinstance(block.get("text"), str):
             raise InvalidField(field, f"expected text, got a block of type {_kind(block)!r}, which is not supported")
     return "".join(block["text"] for block in blocks)
+
+
+def _name(block: dict[str, Any], key: str, field: str) -> str:
+    if not isinstance(name := block.get(key), str):
+        raise InvalidField(f"{field}.{key}", "expected a string")
+    return name
 
 
 def _kind(block: Any) -> Any:

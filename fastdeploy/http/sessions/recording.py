@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +18,7 @@ from fastdeploy.http.openai.reply import weight_versions
 from fastdeploy.http.sessions.store import SessionStore
 from fastdeploy.http.sessions.turns_table import Turn
 
+logger = logging.getLogger(__name__)
 ShownChoice = Callable[[int, Choice], Awaitable[tuple[dict[str, Any], bytes | None]]]
 
 
@@ -84,4 +86,6 @@ class RecordedGeneration(LastingGeneration):
         }
         logprobs = [entry.logprob for entry in choice.logprobs]
         turn = Turn(add.prompt_token_ids, choice.token_ids, logprobs, digest, msgspec.json.encode(detail))
-        await self._store.add(self._uid, turn)
+        if not await self._store.add(self._uid, turn):
+            why = "its session was ended, or left for others (--max-sessions-mb, --session-ttl-s)"
+            logger.warning("the turn of request %s in %s is not kept: %s", self.request_id, self._uid, why)

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 from fastdeploy.core.errors import InvalidField, SessionStoreFailed, UnknownSession
 from fastdeploy.http.sessions.turns_table import (
     SCHEMA,
-    KnownTurn,
+    FoundTurn,
     StoredTurn,
     Turn,
     add_turn,
     evict,
-    known_turn,
+    find_turn,
     read_turns,
 )
 
@@ -80,7 +80,7 @@ class SessionStore:
 
     # ------------------------------------------------------------------ calls
 
-    async def begin(self, owner: bytes, name: str, chain: Sequence[bytes] = ()) -> tuple[Session, KnownTurn | None]:
+    async def begin(self, owner: bytes, name: str, chain: Sequence[bytes] = ()) -> tuple[Session, FoundTurn | None]:
         """Return the session of this name, made if it is new, and the turn that a request with this chain of digests
         continues. Raises InvalidField if the session may not have another turn."""
         return await self._run("IMMEDIATE", self._begin, owner, name, chain)
@@ -134,7 +134,7 @@ class SessionStore:
 
     def _begin(
         self, db: sqlite3.Connection, owner: bytes, name: str, chain: Sequence[bytes]
-    ) -> tuple[Session, KnownTurn | None]:
+    ) -> tuple[Session, FoundTurn | None]:
         now = time.time()
         db.execute("DELETE FROM session WHERE used < ?", (now - self._ttl_s,))
         row = db.execute(f"SELECT {FIELDS} FROM session WHERE owner = ? AND name = ?", (owner, name)).fetchone()
@@ -144,7 +144,7 @@ class SessionStore:
             raise InvalidField("session", f"expected {limits}; this one is full: begin another one")
         if row:
             db.execute("UPDATE session SET used = ? WHERE uid = ?", (now, session.uid))
-            return session, known_turn(db, session.uid, chain)
+            return session, find_turn(db, session.uid, chain)
         db.execute(
             "INSERT INTO session (uid, owner, name, created, used) VALUES (?, ?, ?, ?, ?)",
             (session.uid, owner, name, now, now),

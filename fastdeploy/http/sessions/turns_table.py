@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fastdeploy.client.turns import common_beginning
+
 TOKEN_BYTES = 4
 SESSION_BYTES, TURN_BYTES = 1024, 512  # that one takes besides ids, log probabilities and details
 DIGEST_BYTES = 16
@@ -68,7 +70,7 @@ class StoredTurn(NamedTuple):
     detail: bytes
 
 
-class KnownTurn(NamedTuple):
+class FoundTurn(NamedTuple):
     """The turn that a new request continues. num_messages: so many messages of the request are those of the turn, with
     its answer. ids: those of its prompt and of its answer."""
 
@@ -77,7 +79,7 @@ class KnownTurn(NamedTuple):
     ids: list[int]
 
 
-def known_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> KnownTurn | None:
+def find_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> FoundTurn | None:
     """Return the longest turn whose conversation and answer begin a request. chain: the digest of the first message of
     the request, of its first two, and so on (recognition.py)."""
     for end in range(len(chain), 0, -MAX_VARIABLES):
@@ -92,7 +94,7 @@ def known_turn(db: sqlite3.Connection, uid: str, chain: Sequence[bytes]) -> Know
         for i in range(len(part) - 1, -1, -1):
             if part[i] in found:
                 number = found[part[i]]
-                return KnownTurn(number, end - len(part) + i + 1, from_bytes(ids_of(db, uid, number)))
+                return FoundTurn(number, end - len(part) + i + 1, from_bytes(ids_of(db, uid, number)))
     return None
 
 
@@ -157,14 +159,7 @@ def _parent(db: sqlite3.Connection, uid: str, prompt: bytes) -> tuple[int | None
 
 def common_prefix(a: bytes, b: bytes) -> int:
     """Return the number of ids that two lists of ids have in common at their beginning."""
-    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
-    while low < high:  # the first ``low`` are equal, the first ``high + 1`` are not
-        middle = (low + high + 1) // 2
-        if a[low * TOKEN_BYTES : middle * TOKEN_BYTES] == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return len(common_beginning(a, b)) // TOKEN_BYTES
 
 
 def read_turns(db: sqlite3.Connection, uid: str) -> list[StoredTurn]:

@@ -3,6 +3,7 @@
 const TOP = 20; // pixels for the labels of commits
 const BOTTOM = 18; // pixels for the axis
 const LANES = 14; // at least
+const OWN_LANES = 48; // with more lanes, a session that has no request keeps its lane no longer
 const NUM_COLORS = 8;
 const DELAY_S = 0.4; // events arrive a little late; drawing the past of 0.4 s moves evenly
 
@@ -86,7 +87,7 @@ export class Timeline {
 
   drawBars(server, view) {
     const bars = [...server.ended, ...server.live.values()].filter((bar) => (bar.to ?? view.to) > view.from);
-    const lanes = setLanes(bars, view);
+    const lanes = setLanes(bars);
     const pitch = (view.height - TOP - BOTTOM - 6) / Math.max(lanes, LANES);
     const thick = Math.max(1, Math.min(pitch - (pitch > 4 ? 2 : 0.5), 14));
     this.boxes = [];
@@ -209,8 +210,9 @@ function describe(bar) {
 }
 
 // Give each bar that has none a lane in which no other bar is. A session keeps its lane as long as one of its bars is on
-// the picture, so its turns lie behind each other. Returns the number of lanes.
-export function setLanes(bars, view) {
+// the picture, so its turns lie behind each other, unless there are more sessions than lanes can be seen. Returns the
+// number of lanes.
+export function setLanes(bars) {
   const taken = []; // lane -> end of its last bar
   const owners = []; // lane -> its session, or "" for bars without one
   const take = (bar, lane) => {
@@ -221,7 +223,9 @@ export function setLanes(bars, view) {
   for (const bar of bars) if (bar.lane !== null) take(bar, bar.lane);
   for (const bar of bars.filter((one) => one.lane === null).sort((a, b) => a.at - b.at)) {
     let lane = bar.session ? owners.findIndex((owner, i) => owner === bar.session && taken[i] <= bar.at) : -1;
-    const isFree = (i) => taken[i] === undefined || (!owners[i] && !bar.session && taken[i] <= bar.at - 0.02);
+    const shared = taken.length >= OWN_LANES;
+    const isFree = (i) =>
+      taken[i] === undefined || (taken[i] <= bar.at - 0.02 && (shared || (!owners[i] && !bar.session)));
     if (lane < 0) for (lane = 0; !isFree(lane); lane += 1);
     take(bar, lane);
   }

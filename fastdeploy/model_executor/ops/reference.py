@@ -288,7 +288,9 @@ class ReferenceOps:
         masks: TokenMasks | None = None,
     ) -> np.ndarray:
         drawn = np.empty(logits.shape[0], np.int32)
-        values = logits.numpy() if masks is None else masks.applied(logits.numpy())
+        values = np.array(logits.numpy())
+        if masks is not None:
+            masks.apply(values)
         for i, row in enumerate(values):
             drawn[i], kept = _draw(row, batch, i)
             if cutoff is not None:

@@ -51,13 +51,11 @@ class TokenMasks(NamedTuple):
     rows: np.ndarray
     bits: np.ndarray
 
-    def applied(self, logits: np.ndarray) -> np.ndarray:
-        """Return logits [S, V] with -inf for the ids that may not be drawn."""
-        logits, vocab = logits.copy(), logits.shape[1]
+    def apply(self, logits: np.ndarray) -> None:
+        """Set the logits [S, V] of the ids that may not be drawn to -inf."""
         for row, bits in zip(self.rows.tolist(), self.bits, strict=True):
-            allowed = np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little").view(bool)
-            logits[row, ~allowed] = -np.inf
-        return logits
+            banned = np.unpackbits((~bits).view(np.uint8), count=logits.shape[1], bitorder="little").view(bool)
+            logits[row][banned] = -np.inf
 
 
 class LogprobBatch(NamedTuple):

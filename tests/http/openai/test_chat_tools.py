@@ -134,6 +134,34 @@ def test_a_schema_that_no_grammar_can_follow_is_refused_where_calls_are_required
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
 
 
+def test_a_grammar_of_the_client_is_that_of_the_content(served):
+    """The model may reason before it, and call tools in its place."""
+    body = CHAT | {"response_format": {"type": "json_object"}}
+    answer(served, "<think>hm</think>\n\n{}")
+    message = served.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "{}")
+    made = [served.engine.expect(AddRequest).sampling.grammar]
+    for fields in ({"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}):
+        reply = served.post("/v1/chat/completions", **body | fields)
+        assert reply.status_code == 200, reply.text
+        made.append(served.engine.expect(AddRequest).sampling.grammar)
+    assert ["<think>" in grammar for grammar in made] == [True] * 3
+    assert ["<tool_call>" in grammar for grammar in made] == [False, True, False]
+
+
+def test_a_grammar_beside_tools_names_the_schema_that_it_cannot_follow(served):
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "sum"}}}}}
+    for fields, place in (
+        ({"tools": [ADD, wrong]}, "tools.1.function.parameters.properties.a"),
+        ({"tools": [ADD], "guided_json": {"type": "sum"}, "response_format": None}, "guided_json"),
+    ):
+        body = CHAT | {"response_format": {"type": "json_object"}} | fields
+        reply = served.post("/v1/chat/completions", **body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, place), reply.text
+    answer(served, "so")
+    assert served.post("/v1/chat/completions", **CHAT, tools=[wrong]).status_code == 200
+
+
 def test_tool_choice_none_renders_the_tools_and_leaves_calls_in_the_text(served, client, tokenizer):
     answer(served, CALL)
     choice = client.chat.completions.create(**CHAT, tools=[ADD], tool_choice="none").choices[0]

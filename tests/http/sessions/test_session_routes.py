@@ -13,6 +13,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.http.sessions.messages import BlockEvents, blocks_of
 from fastdeploy.http.sessions.messages_body import MessagesBody, chat_of
+from fastdeploy.http.sessions.store import SessionStore
 from fastdeploy.inter_communicator import messages as m
 
 EOS = 261
@@ -76,6 +77,12 @@ def test_choices_and_streams_are_turns_too(stack):
     assert [row["shared_prefix"] and row["shared_prefix"]["leaf"] for row in rows[:3]] == [None, 0, 0]
 
 
+def test_a_completion_of_token_ids_may_have_what_is_left_over_of_a_chat(stack):
+    reply = stack.post("/sessions/s/v1/completions", prompt=[1, 2], max_completion_tokens=3, messages=CHAT["messages"])
+    assert reply.status_code == 200, reply.text
+    assert stack.engine.expect(AddRequest).sampling.max_tokens == 3
+
+
 @pytest.mark.parametrize("field", ["session", "session_id"])
 def test_a_session_in_the_body_does_not_replace_the_one_of_the_path(stack, field):
     stack.post("/sessions/s/v1/chat/completions", **CHAT, **{field: "other"})
@@ -127,6 +134,15 @@ def test_an_end_aborts_what_runs_and_forgets_the_session(stack):
     assert stack.http.delete("/v1/sessions/s").json()["deleted"]
     assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(session=uid)
     assert stack.http.get("/v1/sessions/s").status_code == 404
+
+
+def test_a_turn_whose_session_is_gone_at_its_end_is_logged(stack, monkeypatch, caplog):
+    async def gone(*args: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(SessionStore, "add", gone)
+    assert stack.post("/sessions/s/v1/chat/completions", **CHAT, request_id="lost").status_code == 200
+    assert "the turn of request lost in s#" in caplog.text
 
 
 # ------------------------------------------------------------------ Anthropic
@@ -203,9 +219,17 @@ def test_count_tokens_counts_the_prompt_and_makes_no_turn(client, stack):
         ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
         ({"tool_choice": {"type": "every"}}, "tool_choice.type"),
         ({"system": [1]}, "system"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools.0.type"),
+        ({"tools": [{"name": "f", "input_schema": {"required": 1}}]}, "tools.0.input_schema.required"),
+        ({"tools": [{"name": "a b"}]}, "tools.0.name"),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.name"),
     ],
 )
-def test_a_wrong_field_is_a_400_that_names_it(stack, change, param):
+def test_a_wrong_field_is_a_400_that_names_it(make_stack, change, param):
+    stack = make_stack(tool_call_parser="hermes")
     reply = stack.http.post("/sessions/s/v1/messages", json={**ASK, **change})
     body = reply.json()
     assert (reply.status_code, body["type"], body["error"]["param"]) == (400, "error", param)

@@ -10,6 +10,8 @@ from typing import Any
 
 from fastdeploy.core.outputs import Logprob
 
+FILL_VALUE, FILL_ID = struct.pack("<f", -9999.0), struct.pack("<i", -1)
+
 
 def top_p_ids(entries: list[Logprob]) -> dict[str, str]:
     """Return the ids that each token was drawn from, as slime reads them: base64 of the int32 ids of all tokens in a
@@ -42,6 +44,3 @@ def flat_top(side: str, entries: Sequence[Logprob | None], top: int, as_base64: 
         f"{name}_idx_flat_b64": base64.b64encode(ids).decode(),
         f"{name}_idx_flat_b64_dtype": "int32",
     }
-
-
-FILL_VALUE, FILL_ID = struct.pack("<f", -9999.0), struct.pack("<i", -1)

@@ -1,4 +1,5 @@
-"""The grammar of an answer that must call tools, for tool_choice "required" and named."""
+"""The grammar of a chat's answer: of one that must call tools, for tool_choice "required" and named; and of one whose
+content has a grammar, for a model that reasons or may call tools."""
 
 from __future__ import annotations
 
@@ -9,25 +10,34 @@ from typing import Any
 
 from fastdeploy.client.chat_format.call_syntax import Tools, json_types
 from fastdeploy.client.chat_format.formats import ChatFormat, ToolCallFormat
-from fastdeploy.client.grammars import lark
+from fastdeploy.client.grammars import lark, with_named
 
 DEFINITIONS = ("$defs", "definitions")
+CONTENT = "content"  # name of the grammar of the content in that of the answer
 # How the chat templates write JSON, and so the models.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def tool_grammar(
-    format: ChatFormat, tools: Tools, special: Mapping[str, int], in_reasoning: bool = False, one_call: bool = False
+def message_grammar(
+    format: ChatFormat,
+    tools: Tools,
+    special: Mapping[str, int],
+    in_reasoning: bool = False,
+    one_call: bool = False,
+    content: str = "",
 ) -> str:
-    """Return the grammar, as SamplingParams has it: reasoning as long as the model wants it, then calls of ``tools``.
+    """Return the grammar, as SamplingParams has it: reasoning as long as the model wants it, then calls of ``tools`` or
+    the content.
 
-    special: ids of the special tokens, which are no text for a grammar. in_reasoning, one_call: see ChatParser."""
-    assert format.tool_calls is not None
+    special: ids of the special tokens, which are no text for a grammar. in_reasoning, one_call: see ChatParser.
+    content: the grammar of the content; "" = there is none, and the answer must call tools."""
     made = Rules(special, format.markers)
-    calls = made.calls(format.tool_calls, tools, one_call)
     reasoning = made.reasoning(format, in_reasoning)
-    text = "\n".join([f"start: {reasoning}{calls}", *made.rules]) + "\n"
-    return lark(text)
+    options = [f"@{CONTENT}"] if content else []
+    if format.tool_calls is not None:
+        options.append(made.calls(format.tool_calls, tools, one_call))
+    text = "\n".join([f"start: {reasoning}({' | '.join(options)})", *made.rules]) + "\n"
+    return with_named(text, CONTENT, content) if content else lark(text)
 
 
 class Rules:

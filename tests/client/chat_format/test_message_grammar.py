@@ -1,4 +1,4 @@
-"""Grammars of answers that must call tools: llguidance takes what the model may write, and the parser reads it."""
+"""Grammars of whole answers: llguidance takes what the model may write, and the parser reads it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from fastdeploy.client import grammars
 from fastdeploy.client.chat_format.formats import REASONING, TOOL_CALLS, ChatFormat
+from fastdeploy.client.chat_format.message_grammar import message_grammar
 from fastdeploy.client.chat_format.parser import ChatParser
-from fastdeploy.client.chat_format.tool_grammar import tool_grammar
 from support.search import examples
 from support.tiny_tokenizer import save_tokenizer
 
@@ -72,7 +73,7 @@ def takes(vocabulary, format: ChatFormat, text: str, special: tuple[str, ...] = 
     """Return whether ``text`` is a whole answer of the grammar."""
     backend, for_grammar = vocabulary(special)
     ids = {marker: backend.token_to_id(marker) for marker in special}
-    matcher = LLMatcher(for_grammar, tool_grammar(format, TOOLS, ids, **options))
+    matcher = LLMatcher(for_grammar, message_grammar(format, TOOLS, ids, **options))
     assert not matcher.get_error()
     tokens = backend.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -112,7 +113,7 @@ def test_no_schema_of_a_client_is_too_strange(schema, value):
     """The grammar may be one that cannot be compiled. Then the request is refused."""
     tools = {"f": {"properties": {"a": schema}}}
     for name in TOOL_CALLS:
-        tool_grammar(ChatFormat(None, TOOL_CALLS[name]), tools, {})
+        message_grammar(ChatFormat(None, TOOL_CALLS[name]), tools, {})
     call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
     assert len(ChatParser(ChatFormat(None, TOOL_CALLS["glm45"]), tools).feed(call).calls) == 1
 
@@ -121,3 +122,24 @@ def test_a_prompt_that_ends_in_reasoning(vocabulary):
     format, answer = ChatFormat(REASONING["qwen3"], TOOL_CALLS["hermes"]), ANSWERS["hermes"]
     assert takes(vocabulary, format, f"so\n</think>\n\n{answer}", in_reasoning=True)
     assert not takes(vocabulary, format, answer, in_reasoning=True)
+
+
+SCHEMA = grammars.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+CONTENTS = [(SCHEMA, '{"a": 1}'), (grammars.regex("[0-9]{2}"), "12"), (grammars.choice(["yes"]), "yes")]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("grammar", "content"), CONTENTS, ids=["schema", "regex", "choice"])
+def test_a_content_with_a_grammar_stands_behind_reasoning_or_calls_stand_in_its_place(
+    vocabulary, grammar, content, special
+):
+    format = ChatFormat(REASONING["qwen3"], TOOL_CALLS["hermes"])
+    markers = format.markers if special else ()
+    for tools in (TOOL_CALLS["hermes"], None):
+        format = ChatFormat(REASONING["qwen3"], tools)
+        for text in (content, f"<think>\nso\n</think>\n\n{content}"):
+            assert takes(vocabulary, format, text, markers, content=grammar)
+        assert takes(vocabulary, format, f"so\n</think>\n\n{content}", markers, content=grammar, in_reasoning=True)
+        assert not takes(vocabulary, format, content, markers, content=grammar, in_reasoning=True)
+        assert not takes(vocabulary, format, f"so{content}", markers, content=grammar)
+        assert takes(vocabulary, format, ANSWERS["hermes"], markers, content=grammar) == (tools is not None)
