@@ -75,13 +75,19 @@ async def required_calls(context: ServingContext, body: ChatBody, answer: Answer
         return ""
     for i, tool in enumerate(body.tools or ()):
         if (name := tool["function"]["name"]) in answer.tools:
-            build = functools.partial(json_schema, answer.tools[name])
+            build = functools.partial(_of_arguments, answer.format, name, answer.tools[name])
             await checked(context, f"tools.{i}.function.parameters", build)
     format = ChatFormat(context.chat_format.reasoning, answer.format.tool_calls)
     special = context.require_tokenizer("tool_choice").special
     begins_inside = in_reasoning(context, format, body, prompt)
     build = functools.partial(tool_grammar, format, answer.tools, special, begins_inside, answer.one_call)
     return await checked(context, "tools", build)
+
+
+def _of_arguments(format: ChatFormat, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema. Raises ValueError if calls in ``format`` cannot follow it."""
+    tool_grammar(format, {name: schema}, {})
+    return json_schema(schema)
 
 
 def functions(tools: list[dict[str, Any]]) -> Tools:
