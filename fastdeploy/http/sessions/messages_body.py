@@ -16,6 +16,11 @@ ROLES = ("user", "assistant")
 # Blocks of an assistant's message that no template renders: a model gets no earlier reasoning.
 DROPPED = frozenset({"thinking", "redacted_thinking"})
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CUSTOM = (None, "custom")  # types of tools that the client runs by a schema of its own
+# Fields of Anthropic's and of OpenAI's that are not supported here, each with the values that mean "not used".
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("container", "mcp_servers", "output_format", "response_format"), (None, [], {})
+)
 Blocks = Annotated[Any, described(str | list[dict[str, Any]])]
 
 
@@ -30,6 +35,7 @@ class AnthropicTool(BaseModel):
     """A tool of the client. input_schema: the JSON schema of its arguments."""
 
     name: str
+    type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
@@ -42,6 +48,17 @@ class AnthropicToolChoice(BaseModel):
 
 class Thinking(BaseModel):
     type: str
+
+
+class OutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    json_schema: Annotated[Any, Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """format: the JSON schema of the answer. Other fields are hints for Anthropic's models."""
+
+    format: OutputFormat | None = None
 
 
 class CountBody(LaxBody):
@@ -64,6 +81,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: OutputConfig | None = None
 
 
 def chat_of(body: CountBody) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     if messages and messages[-1]["role"] == "assistant":  # the answer begins with it
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
     if (choice := body.tool_choice) is not None:
         fields |= _choice(choice)
     if body.thinking is not None and body.thinking.type == "disabled":
@@ -83,10 +101,14 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     if isinstance(body, MessagesBody):
         given = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         fields |= given | {"stop": body.stop_sequences or None}
+        if body.output_config is not None and (wanted := body.output_config.format) is not None:
+            fields["response_format"] = {"type": wanted.type, "json_schema": {"schema": wanted.json_schema}}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tool(tool: AnthropicTool) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, field: str) -> dict[str, Any]:
+    if tool.type not in CUSTOM:
+        raise InvalidField(f"{field}.type", f"expected custom, got {tool.type!r}: this server has no tools of its own")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
     return {"type": "function", "function": function}
 
