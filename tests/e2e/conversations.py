@@ -58,7 +58,8 @@ def troubles(kinds: Sequence[str]) -> st.SearchStrategy[list[Trouble]]:
 
 
 class Agent:
-    """One agent. seen: of each conversation up to an answer, as texts, the ids that may stand for it."""
+    """One agent. seen: of each conversation up to an answer, as texts, the ids that may stand for it. An answer that was
+    aborted before its first token is no turn."""
 
     def __init__(self, session: AgentSession, client: AsyncOpenAI, seed: int):
         self.session, self._seed = session, seed
@@ -92,7 +93,8 @@ class Agent:
         ]
         ids = choice.prompt_token_ids
         assert not earlier or any(ids[: len(known)] == known for known in earlier[0]), "ids of an earlier turn changed"
-        self.seen.setdefault(told([*messages, choice.message.model_dump()]), []).append(ids + choice.token_ids)
+        if choice.token_ids:
+            self.seen.setdefault(told([*messages, choice.message.model_dump()]), []).append(ids + choice.token_ids)
         return choice.message
 
 

@@ -169,7 +169,7 @@ def _as_json(value: str, schema: Any) -> str:
         text = WORDS.get(value.strip(), value.strip())
         kind = JSON_KINDS.get(text[:1], "number")
         # A text that may be a string, too, is JSON only if its type is named.
-        if kind != "string" and (not kinds or kind in kinds) and _is_json(text):
+        if (not kinds or kind in kinds) and _is_json(text):
             return text
     return _encode(value).decode()
 
@@ -180,10 +180,10 @@ def json_types(schema: Any, depth: int = 0) -> set[str]:
         return set()
     given = schema.get("type")
     kinds = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
-    for key in ("anyOf", "oneOf"):
-        branches = schema.get(key)
-        for branch in branches if isinstance(branches, list) else ():
-            kinds |= json_types(branch, depth + 1)
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if not kinds and isinstance(branches, list):
+        found = [json_types(branch, depth + 1) for branch in branches]
+        kinds = set().union(*found) if all(found) else set()
     if not kinds and isinstance(schema.get("enum"), list) and all(isinstance(v, str) for v in schema["enum"]):
         kinds = {"string"}
     return {"number" if kind == "integer" else kind for kind in kinds}

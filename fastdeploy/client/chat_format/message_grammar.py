@@ -12,8 +12,13 @@ from fastdeploy.client.chat_format.call_syntax import Tools, json_types
 from fastdeploy.client.chat_format.formats import ChatFormat, ToolCallFormat
 from fastdeploy.client.grammars import lark, with_named
 
-DEFINITIONS = ("$defs", "definitions")
 CONTENT = "content"  # name of the grammar of the content in that of the answer
+ROOT = "arguments"  # name of the schema of all arguments among the definitions of the schema of one
+ANY_TEXT = "(?s:.*)"
+# Keywords of a schema that cannot be followed where arguments are written as texts: in the schema of all arguments, and
+# in that of a string.
+OF_ARGUMENTS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "minProperties", "dependentRequired")
+OF_STRING = ("$ref", "allOf", "not", "if", "pattern")
 # How the chat templates write JSON, and so the models.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -30,7 +35,8 @@ def message_grammar(
     the content.
 
     special: ids of the special tokens, which are no text for a grammar. in_reasoning, one_call: see ChatParser.
-    content: the grammar of the content; "" = there is none, and the answer must call tools."""
+    content: the grammar of the content; "" = there is none, and the answer must call tools. Raises ValueError for a
+    schema that calls in this format cannot follow."""
     made = Rules(special, format.markers)
     reasoning = made.reasoning(format, in_reasoning)
     options = [f"@{CONTENT}"] if content else []
@@ -61,12 +67,12 @@ class Rules:
             at = found.end()
         return " ".join(filter(None, [*parts, _string(text[at:])]))
 
-    def any_text(self, end: str) -> str:
-        """Return any text up to the first ``end``."""
-        found = self._split.search(end)
+    def any_text(self, end: str, pattern: str = ANY_TEXT) -> str:
+        """Return any text up to the first ``end``. pattern: a regular expression that the whole text matches."""
+        found, text = self._split.search(end), f"/{pattern}/"
         if found is None:
-            return self.rule("/(?s:.*)/", f"[suffix={_string(end)}]")
-        return f"{self.rule('/(?s:.*)/')} {self.literal(end[found.start() :])}"
+            return self.rule(text, f"[suffix={_string(end)}]")
+        return f"{self.rule(text)} {self.literal(end[found.start() :])}"
 
     def reasoning(self, format: ChatFormat, inside: bool) -> str:
         if format.reasoning is None:
@@ -87,36 +93,75 @@ class Rules:
         before, _, after = format.written.partition("ARGUMENTS")
         before = ("" if format.bare else format.opens) + before.replace("NAME", name)
         after += format.closes
-        arguments = self._arguments(format.argument, schema) if format.argument else self._json(_object(schema))
+        schema = _object(schema)
+        arguments = self._arguments(format.argument, schema) if format.argument else self._json(schema)
         return self.rule(f"{self.literal(before)} {arguments} {self.literal(after)}")
 
     def _arguments(self, form: str, schema: Mapping[str, Any]) -> str:
-        """Return the arguments, each in the form ``form``, in the order of the schema."""
-        required = schema.get("required") or ()
-        shared = {key: schema[key] for key in DEFINITIONS if key in schema}
+        """Return the arguments, each in the form ``form``, in the order of the schema. Raises ValueError."""
+        _check(schema, OF_ARGUMENTS, "the arguments")
+        given = schema.get("properties") or {}
+        required = [key for key in schema.get("required") or () if isinstance(key, str)]
         parts = []
-        for key, of_value in (schema.get("properties") or {}).items():
+        for key, of_value in (given | {key: {} for key in required if key not in given}).items():
+            if of_value is False:  # such an argument may not be written
+                continue
             before, _, after = form.partition("VALUE")
-            value = self._value(of_value, after, shared)
+            value = self._value(of_value, after, schema, key)
             parts.append(f"({self.literal(before.replace('KEY', key))} {value}){'' if key in required else '?'}")
         return " ".join(parts)
 
-    def _value(self, schema: Any, end: str, shared: dict[str, Any]) -> str:
-        """Return a value with the text behind it. Strings are not in quotes."""
+    def _value(self, schema: Any, end: str, root: Mapping[str, Any], name: str) -> str:
+        """Return the value of the argument ``name`` with the text behind it. Strings are not in quotes. root: what
+        references in ``schema`` refer to. Raises ValueError."""
         if json_types(schema) != {"string"}:
-            return f"{self._json({**schema, **shared} if isinstance(schema, dict) else {})} {self.literal(end)}"
-        given = schema.get("enum")
+            return f"{self._json(_alone(schema, root))} {self.literal(end)}"
+        _check(schema, OF_STRING, f"the argument {name!r}")
+        branches = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(branches, list) and "type" not in schema:
+            return f"({' | '.join(self._value(branch, end, root, name) for branch in branches)})"
+        given = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if options := [option for option in given if isinstance(option, str)] if isinstance(given, list) else []:
             return f"({' | '.join(self.literal(option) for option in options)}) {self.literal(end)}"
-        return self.any_text(end)
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        return self.any_text(end, f"(?s:.{{{least},{most}}})" if least or most != "" else ANY_TEXT)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': SPACING})}")
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of arguments, which are an object whatever the client wrote."""
-    return {"type": "object", **schema}
+    """Return the schema of arguments, which are an object. Raises ValueError for one that allows no object."""
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise ValueError(f"type: expected object, got {kinds!r}")
+    return {**schema, "type": "object"}
+
+
+def _check(schema: Mapping[str, Any], keywords: tuple[str, ...], what: str) -> None:
+    if wrong := next((key for key in keywords if key in schema), None):
+        why = "in this model's format of tool calls, which writes them as texts"
+        raise ValueError(f"{wrong}: not supported for {what} {why}")
+
+
+def _alone(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of one value with the schemas that it refers to, as definitions."""
+    if not isinstance(schema, dict):
+        return {}
+    moved = _moved(schema)
+    return schema if moved == schema else {**moved, "$defs": {ROOT: _moved(root)}}
+
+
+def _moved(schema: Any) -> Any:
+    """Return ``schema`` with its references pointing to the root among the definitions."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part) for key, part in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = f"#/$defs/{ROOT}{to[1:]}"
+    return moved
 
 
 def _string(text: str) -> str:

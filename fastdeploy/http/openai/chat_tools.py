@@ -84,11 +84,17 @@ async def answer_limits(
     if answer.must_call or (answer.tools and grammars_asked(body)):
         for i, tool in enumerate(body.tools or ()):
             if (name := tool["function"]["name"]) in answer.tools:
-                build = functools.partial(json_schema, answer.tools[name])
+                build = functools.partial(_of_arguments, answer.format, name, answer.tools[name])
                 await checked(context, f"tools.{i}.function.parameters", build)
     if answer.must_call:
         return await constraints(context, body, await checked(context, "tools", functools.partial(whole, "")))
     return await constraints(context, body, whole=whole if any(format) else None)
+
+
+def _of_arguments(format: ChatFormat, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema. Raises ValueError if calls in ``format`` cannot follow it."""
+    message_grammar(format, {name: schema}, {})
+    return json_schema(schema)
 
 
 def functions(tools: list[dict[str, Any]]) -> Tools:

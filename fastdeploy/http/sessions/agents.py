@@ -21,6 +21,7 @@ from fastdeploy.http.openai import chat_prompt, completion
 from fastdeploy.http.openai.chat import ChatView
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, GenerationBody
 from fastdeploy.http.sessions.messages import MessagesReply
+from fastdeploy.http.sessions.messages_body import UNSUPPORTED as REFUSED
 from fastdeploy.http.sessions.messages_body import CountBody, MessagesBody, anthropic_names, chat_of
 from fastdeploy.http.sessions.recognition import chain_of, chain_with
 from fastdeploy.http.sessions.recording import RecordedGeneration
@@ -67,19 +68,20 @@ class Agents:
         await self._engine()
         known = None if found is None else KnownTurn(found.num_messages, found.ids)
         checked = await chat_prompt.prepare(self.context, body, known)
+        begun = data["messages"][-1] if body.continue_final_message else None
         about = _beginning(found, checked.requests[0].prompt_token_ids, session.num_turns)
 
         async def show(index: int, choice: Choice) -> tuple[dict[str, Any], bytes | None]:
             view = ChatView(self.context, generation, body.model_copy(update={"logprobs": None}))
             made = await view.choice(index, choice)
-            return {name: made[name] for name in SHOWN if name in made}, chain_with(chain, made["message"])
+            return {name: made[name] for name in SHOWN if name in made}, chain_with(chain, made["message"], begun)
 
         generation = RecordedGeneration(self.context, self.store, checked, session.uid, show, about)
         return ChatView(self.context, generation, body)
 
     async def message(self, request: Request) -> Response:
         """Answer a message of Anthropic's."""
-        body = parse_body(await read_json(request), MessagesBody, {})
+        body = parse_body(await read_json(request), MessagesBody, REFUSED)
         with anthropic_names():
             view = await self.chat_view(request, chat_of(body))
         return MessagesReply(self.context, view, bool(body.stream)).response()
@@ -87,7 +89,7 @@ class Agents:
     async def count_tokens(self, request: Request) -> int:
         """Return the number of tokens that the prompt of a message has."""
         session_name(request)
-        body = parse_body(await read_json(request), CountBody, {})
+        body = parse_body(await read_json(request), CountBody, REFUSED)
         with anthropic_names():
             chat = parse_body(chat_of(body), ChatBody, UNSUPPORTED)
             return len((await chat_prompt.prepare(self.context, chat)).requests[0].prompt_token_ids)

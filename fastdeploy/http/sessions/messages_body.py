@@ -19,9 +19,15 @@ ROLES = ("user", "assistant")
 # Blocks of an assistant's message that no template renders: a model gets no earlier reasoning.
 DROPPED = frozenset({"thinking", "redacted_thinking"})
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CUSTOM = (None, "custom")  # types of tools that the client runs by a schema of its own
+# Fields of Anthropic's and of OpenAI's that are not supported here, each with the values that mean "not used".
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("container", "mcp_servers", "output_format", "response_format"), (None, [], {})
+)
 # Fields of a chat, and what they are made of here.
 NAMES = (
     (re.compile(r"stop\b"), "stop_sequences"),
+    (re.compile(r"response_format\.json_schema\b"), "output_config.format"),
     (re.compile(r"tools\.(\d+)\.function\.parameters\b"), r"tools.\1.input_schema"),
     (re.compile(r"tools\.(\d+)\.function\.name\b"), r"tools.\1.name"),
     (re.compile(r"tool_choice\.function\.name\b"), "tool_choice.name"),
@@ -56,6 +62,17 @@ class Thinking(BaseModel):
     type: str
 
 
+class OutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    json_schema: Annotated[Any, Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """format: the JSON schema of the answer. Other fields are hints for Anthropic's models."""
+
+    format: OutputFormat | None = None
+
+
 class CountBody(LaxBody):
     """The body of /v1/messages/count_tokens."""
 
@@ -76,6 +93,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: OutputConfig | None = None
 
 
 def chat_of(body: CountBody) -> dict[str, Any]:
@@ -95,6 +113,8 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     if isinstance(body, MessagesBody):
         given = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         fields |= given | {"stop": body.stop_sequences or None}
+        if body.output_config is not None and (wanted := body.output_config.format) is not None:
+            fields["response_format"] = {"type": wanted.type, "json_schema": {"schema": wanted.json_schema}}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -112,7 +132,7 @@ def anthropic_names() -> Iterator[None]:
 
 
 def _tool(tool: AnthropicTool, field: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
+    if tool.type not in CUSTOM:
         raise InvalidField(f"{field}.type", f"expected custom, got {tool.type!r}: this server has no tools of its own")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
     return {"type": "function", "function": function}

@@ -33,9 +33,19 @@ def chain_of(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> 
     return chain
 
 
-def chain_with(chain: Sequence[bytes], answer: Mapping[str, Any]) -> bytes:
-    """Return the digest of a conversation with its answer. chain: of the conversation."""
-    return _digest(chain[-1], _encode(canonical(answer)))
+def chain_with(
+    chain: Sequence[bytes], answer: Mapping[str, Any], begun: Mapping[str, Any] | None = None
+) -> bytes | None:
+    """Return the digest of a conversation with its answer. chain: of the conversation. begun: its last message, if the
+    answer continues it; agents send both back as one message. None for a conversation that is nothing but this one."""
+    if begun is None:
+        return _digest(chain[-1], _encode(canonical(answer)))
+    if len(chain) < 2:
+        return None
+    text = text_of(begun.get("content")) + text_of(answer.get("content"))
+    whole = canonical({**begun, "content": text})
+    whole[2] += canonical(answer)[2]
+    return _digest(chain[-2], _encode(whole))
 
 
 def canonical(message: Mapping[str, Any]) -> list[Any]:

@@ -174,7 +174,7 @@ def test_arguments_that_are_text_get_the_type_of_the_schema():
     }  # fmt: skip
     expected = {
         "a": (1, 1.5, '"1"', "one"), "path": ("1", '"x"', "null", "True"), "new": (False, None, "1", "no"),
-        "lines": ([1], "{}", "[", ""), "mode": ("1",), "unknown": (1, "x", '"x"', [1]),
+        "lines": ([1], "{}", "[", ""), "mode": ("1",), "unknown": (1, "x", "x", [1]),
     }  # fmt: skip
     for key, texts in values.items():
         for text, value in zip(texts, expected[key], strict=True):

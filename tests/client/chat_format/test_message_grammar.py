@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +100,67 @@ def test_the_grammar_takes_nothing_else(vocabulary, name):
     wrong = [answer.replace("add", "sub"), answer.replace("x", "z"), "so" + answer, "<think></think>" + answer, ""]
     assert [text for text in wrong if takes(vocabulary, format, text)] == []
     assert not takes(vocabulary, format, answer, one_call=True)
+
+
+STRINGS = {"$defs": {"S": {"type": "string", "enum": ["x"]}}}
+# A schema of an argument, texts that follow it with the values that they are, and a text that does not follow it.
+VALUES = [
+    ({"anyOf": [{"type": "string", "enum": ["x"]}, {"type": "null"}]}, {'"x"': "x", "null": None}, '"y"'),
+    ({"enum": ["x", 1]}, {'"x"': "x", "1": 1}, "2"),
+    ({"const": "x"}, {'"x"': "x"}, "x"),
+    ({"type": "string", "const": "1"}, {"1": "1"}, "2"),
+    ({"anyOf": [{"type": "string", "enum": ["x"]}, {"type": "string", "enum": ["y"]}]}, {"x": "x", "y": "y"}, "z"),
+    ({"$ref": "#/$defs/S"}, {'"x"': "x"}, '"y"'),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, {"ab": "ab", "a\nb": "a\nb"}, "abcd"),
+    ({"type": "array", "items": {"$ref": "#/properties/b"}}, {"[1, 2]": [1, 2]}, '["x"]'),
+    (
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"null": None, '{"a": null, "more": 2}': {"a": None, "more": 2}},
+        '{"b": 1}',
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize(("schema", "right", "wrong"), VALUES, ids=lambda value: str(value)[:30])
+def test_arguments_that_are_written_as_texts_follow_their_schema(vocabulary, name, schema, right, wrong):
+    format = ChatFormat(None, TOOL_CALLS[name])
+    tools = {
+        "f": STRINGS | {"properties": {"a": schema, "b": {"type": "integer"}, "no": False}, "required": ["a", "more"]}
+    }
+    backend, for_grammar = vocabulary(())
+
+    def answer(text: str) -> tuple[str, bool]:
+        shape = TOOL_CALLS[name]
+        arguments = "".join(
+            shape.argument.replace("KEY", k).replace("VALUE", v) for k, v in (("a", text), ("more", "2"))
+        )
+        call = shape.opens + shape.written.replace("NAME", "f").replace("ARGUMENTS", arguments) + shape.closes
+        matcher = LLMatcher(for_grammar, message_grammar(format, tools, {}, one_call=True))
+        tokens = backend.encode(call, add_special_tokens=False).ids
+        return call, matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    for text, value in right.items():
+        call, taken = answer(text)
+        assert taken
+        [read] = ChatParser(format, tools).feed(call).calls
+        assert json.loads(read.arguments) == {"a": value, "more": 2}
+    assert not answer(wrong)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "place"),
+    [
+        ("hermes", {"type": "array"}, "type"),
+        ("glm45", {"type": ["string", "null"]}, "type"),
+        ("glm45", {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}, r"\$ref"),
+        ("qwen3_coder", {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "anyOf"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^[0-9]+$"}}}, "pattern.*'a'"),
+    ],
+)
+def test_a_schema_that_a_format_cannot_follow_is_refused(name, schema, place):
+    with pytest.raises(ValueError, match=place):
+        message_grammar(ChatFormat(None, TOOL_CALLS[name]), {"f": schema}, {})
 
 
 JSON_VALUES = st.recursive(

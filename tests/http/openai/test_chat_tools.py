@@ -129,6 +129,9 @@ def test_a_schema_that_no_grammar_can_follow_is_refused_where_calls_are_required
     reply = served.post("/v1/chat/completions", **CHAT, tools=tools, tool_choice="required")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools.1.function.parameters.properties.a", reply.text
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
+    error = served.post("/v1/chat/completions", **CHAT, tools=tools, tool_choice="required").json()["error"]
+    assert error["param"] == "tools.0.function.parameters" and "expected object" in error["message"]
     more = {"response_format": {"type": "json_object"}}
     reply = served.post("/v1/chat/completions", **CHAT, tools=[ADD], tool_choice="required", **more)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")

@@ -209,10 +209,30 @@ def test_count_tokens_counts_the_prompt_and_makes_no_turn(client, stack):
     assert len(stack.http.get("/v1/sessions/s").json()["rows"]) == 1
 
 
+def test_an_answer_that_was_begun_by_the_client_is_recognised_as_one_message(client, stack):
+    stack.script(answers(" cd"))
+    history = [*ASK["messages"], {"role": "assistant", "content": "ab"}]
+    client.messages.create(**{**ASK, "messages": history})
+    history[-1] = {"role": "assistant", "content": "ab cd"}
+    client.messages.create(**{**ASK, "messages": [*history, {"role": "user", "content": "e"}]})
+    [row] = stack.http.get("/v1/sessions/s").json()["rows"]
+    assert [turn["continues"] for turn in row["turns"]] == [None, 0]
+
+
+def test_the_schema_of_an_answer_is_followed(client, stack):
+    schema = {"type": "object", "properties": {"total": {"type": "integer"}}}
+    client.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert '"total"' in stack.engine.expect(AddRequest).sampling.grammar
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}, "mcp_servers"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
