@@ -14,6 +14,9 @@ INNER_MARKERS = ("<｜tool▁sep｜>", "<arg_key>", "</arg_key>", "<arg_value>",
 # A name of a function, and the JSON schema of its arguments.
 Tools = Mapping[str, Mapping[str, Any]]
 FENCE = "```"
+MAX_NESTING = 128  # of lists and objects in the arguments of a call
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)  # strings are found too: what is in them does not count
+OPENING = {"[": 1, "{": 1, "]": -1, "}": -1}
 MAX_DEPTH = 8  # of anyOf and oneOf in each other
 WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python, which templates write for JSON's
 JSON_KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
@@ -44,6 +47,7 @@ class CallObject(msgspec.Struct):
 def json_call(text: str, tools: Tools) -> list[Call]:
     """Read ``{"name": ..., "arguments": {...}}`` (Hermes, Qwen, ERNIE)."""
     try:
+        _require_json(text)
         call = msgspec.json.decode(text.strip().encode(errors="replace"), type=CallObject)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BrokenCall(f"expected a JSON object with a name and arguments: {error}") from error
@@ -93,14 +97,26 @@ def _checked(name: str, arguments: str, tools: Tools) -> Call:
     if name not in tools:
         raise BrokenCall(f"there is no function {name[:100]!r}")
     try:
-        value = msgspec.json.decode(arguments.encode(errors="replace"))
-        if isinstance(value, str):  # the object as JSON in a string
-            value, arguments = msgspec.json.decode(value.encode(errors="replace")), value
+        _require_json(arguments)
+        if arguments.lstrip().startswith('"'):  # the object as JSON in a string
+            arguments = msgspec.json.decode(arguments.encode(errors="replace"), type=str)
+            _require_json(arguments)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BrokenCall(f"expected arguments in JSON: {error}") from error
-    if not isinstance(value, dict):
+    if not arguments.lstrip().startswith("{"):
         raise BrokenCall("expected a JSON object of arguments")
     return Call(name, arguments)
+
+
+def _require_json(text: str) -> None:
+    """Raise MsgspecError unless ``text`` is JSON. Numbers may be of any size, as in grammars. The limit of nesting is
+    fixed, since that of decoders depends on the stack of the caller: a stream would differ from a whole reply."""
+    depth = 0
+    for found in BRACKETS.finditer(text):
+        depth += OPENING.get(found[0], 0)
+        if depth > MAX_NESTING:
+            raise msgspec.DecodeError(f"it is nested more than {MAX_NESTING} deep")
+    msgspec.json.decode(text.encode(errors="replace"), type=msgspec.Raw)
 
 
 def _objects(text: str) -> Iterator[str]:
@@ -191,7 +207,7 @@ def json_types(schema: Any, depth: int = 0) -> set[str]:
 
 def _is_json(text: str) -> bool:
     try:
-        msgspec.json.decode(text.encode(errors="replace"))
+        _require_json(text)
     except (msgspec.MsgspecError, RecursionError):
         return False
     return True

@@ -143,6 +143,29 @@ def test_a_broken_call_is_content_that_is_flagged(name, text, why):
     assert len(message.errors) == 1 and why in message.errors[0]
 
 
+NESTED_CALLS = {
+    "hermes": '<tool_call>{"name": "write", "arguments": {"lines": VALUE}}</tool_call>',
+    "qwen3_coder": "<tool_call><function=write><parameter=lines>VALUE</parameter></function></tool_call>",
+    "llama3_json": '{"name": "write", "parameters": {"lines": VALUE}}',
+}
+
+
+@pytest.mark.parametrize("depth", [100, 200, 900, 940, 960, 2000])
+@pytest.mark.parametrize("name", NESTED_CALLS)
+def test_the_depth_of_a_call_is_limited_whatever_the_stack_of_the_caller(name, depth):
+    text = NESTED_CALLS[name].replace("VALUE", "[" * depth + "]" * depth)
+
+    def deep(levels: int) -> MessageDelta:
+        return deep(levels - 1) if levels else read(parser_of(name), [text])
+
+    assert len(read(parser_of(name), [text]).calls) == len(deep(60).calls) == (depth < 128 or name == "qwen3_coder")
+
+
+def test_numbers_of_any_size_are_arguments():
+    text = NESTED_CALLS["hermes"].replace("VALUE", "[1e999, -12345678901234567890123]")
+    assert len(read(parser_of("hermes"), [text]).calls) == 1
+
+
 def test_json_that_is_no_call_is_content_without_a_flag():
     assert read(parser_of("llama3_json"), ['{"answer": 3}']) == ('{"answer": 3}', "", (), ())
 
