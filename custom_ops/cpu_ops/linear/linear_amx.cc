@@ -19,10 +19,11 @@
 //                   These are 434 bytes read and 146 written: 13 to 18 cycles, depending on what the writes cost.
 //                   L1 needs 11 cycles for the loads of a product.
 //
-// This is the least of all blocks of up to six tiles, cuts and numbers of rows that go past a cut together, in a
-// simulation of an L1 of 48 KiB and 12 ways. With 896 k it counts 435 + 111 bytes, with 4864 k (256 rows) 482 + 162.
-// Blocks of 2 x 2 tiles with 64 rows per cut take 805 + 37. L1 is nearly full: prefetches of input and sums to L1 push
-// weights out, and make it 916 + 138. The speed of the blocks of 1 x 4 tiles was not measured yet.
+// In a simulation of an L1 of 48 KiB and 12 ways, with its sets and with results that are written out, gate and up of
+// 896 k take 492 + 120 bytes. Blocks of 2 x 2 tiles with 64 rows per cut take 859 + 91. Of all blocks of up to six
+// tiles, only 1 x 4 with cuts of 2 k tiles and 64 rows per cut come near (529 + 16), but their loads and those of sums
+// need 14 cycles of L1. L1 is nearly full: prefetches of input and sums to L1 push weights out, and double the bytes.
+// The speed of the blocks of 1 x 4 tiles was not measured yet.
 #include <immintrin.h>
 
 #include <algorithm>
