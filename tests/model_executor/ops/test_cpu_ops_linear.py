@@ -8,14 +8,14 @@ import pytest
 
 from fastdeploy.model_executor.ops.reference import round_to_bfloat16
 
-# (rows, in, out): one row, edges of every tile (16, 32), row blocks and blocks of K (beyond 64 rows), odd sizes.
+# (rows, in, out): one row, edges of every tile (16, 32), row blocks and blocks of K (beyond 1 MiB of input), odd sizes.
 SHAPES = [
     (1, 64, 32),
     (3, 70, 50),
     (16, 896, 96),
     (17, 33, 17),
     (33, 128, 48),
-    (65, 4864, 64),
+    (120, 4864, 64),
     (300, 96, 40),
     (600, 1120, 32),
 ]
