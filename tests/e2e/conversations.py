@@ -58,8 +58,8 @@ def troubles(kinds: Sequence[str]) -> st.SearchStrategy[list[Trouble]]:
 
 
 class Agent:
-    """One agent. seen: of each conversation up to an answer, as texts, the ids that may stand for it. An answer that was
-    aborted before its first token is no turn."""
+    """One agent. seen: of each conversation up to an answer, as texts, the ids that may stand for it. An answer that
+    was aborted before its first token is no turn."""
 
     def __init__(self, session: AgentSession, client: AsyncOpenAI, seed: int):
         self.session, self._seed = session, seed
