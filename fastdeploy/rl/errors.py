@@ -14,6 +14,8 @@ All other errors are those of the server. The ``detail["replicas"]`` of a gatewa
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fastdeploy.core.errors import FastDeployError
@@ -74,3 +76,17 @@ def is_retryable(error: FastDeployError) -> bool:
     if isinstance(error, RolloutError):
         return isinstance(error, Unreachable)
     return is_busy(error) or error.detail.get("status", error.status) >= 500
+
+
+@contextlib.contextmanager
+def first_of_group() -> Iterator[None]:
+    """Let the first FastDeployError of a TaskGroup in the block be raised by itself, not in a group.
+
+    ``except*`` cannot do that: before Python 3.11.4, what it raises is in a group again."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        failed, others = group.split(FastDeployError)
+        if failed is None or others is not None:
+            raise
+        raise failed.exceptions[0] from None

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from fastdeploy.core.errors import FastDeployError, ModelNotFound
 from fastdeploy.rl.connection import Connection
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
-from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, is_retryable
+from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, first_of_group, is_busy, is_retryable
 from fastdeploy.rl.server_state import ServerState
 
 MAX_SESSION_CHARS = 256
@@ -65,12 +65,10 @@ class RolloutGenerator:
 
     async def _finish_apart(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         """Continue each unfinished choice of a group by a request of its own, since each has other tokens."""
-        try:
+        with first_of_group():
             async with asyncio.TaskGroup() as group:
                 for choice in choices:
                     group.create_task(self._finish([choice], session))
-        except* FastDeployError as failed:
-            raise failed.exceptions[0] from None
 
     async def _attempt(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         """Ask for the rest of ``choices``. Raises the server's error; tokens received before it are kept. If the

@@ -19,7 +19,7 @@ from fastdeploy.core.sampling_params import NO_SEED
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.connection import Connection, one_address, repeat
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
-from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
+from fastdeploy.rl.errors import RolloutFailed, first_of_group, is_busy, is_retryable
 from fastdeploy.rl.holds import Hold, Holds
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
@@ -325,12 +325,10 @@ async def publish_step(
             version = (await client.connection.call("GET", "/v1/weights", CONTROL_S))["version"]
         return await client.publish(pairs(queue), version, before_commit=staged.wait, **options)
 
-    try:
+    with first_of_group():
         async with asyncio.TaskGroup() as group:
             published = [group.create_task(publish(*each)) for each in zip(clients, queues, strict=True)]
             group.create_task(read())
-    except* FastDeployError as failed:
-        raise failed.exceptions[0] from None
     return [task.result() for task in published]
 
 
