@@ -47,8 +47,12 @@ class UploadFile:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the file is in shared memory, so that it may be mapped and used again."""
+        """Whether the file is in shared memory, so that it may be mapped."""
         return str(self.folder) == SHARED_MEMORY
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._mapped is not None
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write all of ``data``. Raises OutOfSpace if the file system is full; then a part may be written."""
@@ -122,19 +126,22 @@ class UploadFiles:
             kept.close()
 
     def _take(self, nbytes: int) -> UploadFile:
-        kept = self._release()
-        if kept is not None:
+        """Return the kept file, or a new one for an upload that is much smaller, as the next one may be large again."""
+        if self._kept is not None and 2 * nbytes >= self._kept.allocated:
+            kept = self._release()
+            assert kept is not None
             if has_room(kept.folder, nbytes - kept.allocated):
                 return kept
             kept.close()
         return UploadFile(upload_folder(self._config, nbytes))
 
     def _keep(self, file: UploadFile) -> None:
-        """Keep the file, if it is in shared memory that has as much room again."""
-        self.close()
-        if not file.in_memory or not has_room(file.folder, file.allocated):
+        """Keep the file of a long upload to shared memory, if there is as much room again, and no larger one is kept."""
+        is_larger = self._kept is None or file.allocated > self._kept.allocated
+        if not (file.is_mapped and is_larger and has_room(file.folder, file.allocated)):
             file.close()
             return
+        self.close()
         if file.allocated > KEPT_BYTES:
             file.resize(KEPT_BYTES)
         self._kept = file

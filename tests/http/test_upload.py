@@ -124,7 +124,7 @@ def in_memory(make_stack, tmp_path, monkeypatch):
 
 def test_uploads_to_shared_memory_are_received_into_the_same_pages(in_memory, monkeypatch):
     monkeypatch.setattr(upload, "WINDOW_BYTES", HALF + 5)
-    bodies = [os.urandom(size) for size in (5 * HALF, 2 * HALF + 1, 7, 9 * HALF, 9 * HALF)]
+    bodies = [os.urandom(size) for size in (5 * HALF, 3 * HALF, 2 * HALF + 1, 9 * HALF, 9 * HALF)]
     allocated = []
     allocate = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, *what: allocated.append(what[1]) or allocate(fd, *what))
@@ -133,15 +133,29 @@ def test_uploads_to_shared_memory_are_received_into_the_same_pages(in_memory, mo
         (file,) = in_memory.spool.iterdir()
         assert file.stat().st_size == len(body)
     assert in_memory.uploads.bodies == bodies and in_memory.uploads.paths == {str(file)}
-    assert sum(allocated) == 5 * HALF + 9 * HALF - 7, "the last upload needs no new page"
+    assert sum(allocated) == 5 * HALF + (9 * HALF - 2 * HALF - 1), "the last upload needs no new page"
     assert_nothing_left(in_memory, in_memory.spool)
 
 
+def test_the_file_of_a_short_upload_is_not_kept(in_memory):
+    assert post(in_memory, CHUNK, b"short").status_code == 200
+    assert not list(in_memory.spool.iterdir())
+
+
 def test_a_body_of_unknown_length_replaces_all_of_an_earlier_one(in_memory):
-    bodies = [bytes(3 * HALF), os.urandom(HALF + 1)]
-    for body in bodies:
-        assert post(in_memory, CHUNK, iter([body])).status_code == 200
+    bodies = [bytes(70_000), os.urandom(HALF + 1)]
+    assert post(in_memory, CHUNK, bodies[0]).status_code == 200
+    assert post(in_memory, CHUNK, iter([bodies[1]])).status_code == 200
     assert in_memory.uploads.bodies == bodies and len(in_memory.uploads.paths) == 1
+
+
+def test_an_upload_that_is_much_smaller_leaves_the_memory_to_the_next_large_one(in_memory):
+    bodies = [os.urandom(size) for size in (5 * HALF, 2 * HALF, 7, 5 * HALF)]
+    for body in bodies:
+        assert post(in_memory, CHUNK, body).status_code == 200
+        (file,) = in_memory.spool.iterdir()
+        assert file.stat().st_size == 5 * HALF
+    assert in_memory.uploads.bodies == bodies and len(in_memory.uploads.paths) == 3
 
 
 def test_memory_is_not_used_again_after_a_failure_because_the_engine_may_still_read_it(in_memory):
