@@ -136,7 +136,7 @@ class UploadFiles:
         return UploadFile(upload_folder(self._config, nbytes))
 
     def _keep(self, file: UploadFile) -> None:
-        """Keep the file of a long upload to shared memory, if there is as much room again, and no larger one is kept."""
+        """Keep the file of a long upload to shared memory if it has as much room again, and no larger file is kept."""
         is_larger = self._kept is None or file.allocated > self._kept.allocated
         if not (file.is_mapped and is_larger and has_room(file.folder, file.allocated)):
             file.close()
