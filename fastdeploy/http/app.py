@@ -42,7 +42,7 @@ from fastdeploy.http.sessions.agents import Agents
 from fastdeploy.http.sessions.routes import sessions_router
 from fastdeploy.http.sessions.store import SessionStore
 from fastdeploy.http.ui.feed import ui_router
-from fastdeploy.http.upload import remove_leftovers
+from fastdeploy.http.upload_files import remove_leftovers
 
 logger = logging.getLogger(__name__)
 # The groups of routes, in the order of /docs.
@@ -72,6 +72,7 @@ def create_app(
         yield
         await client.close()
         await store.close()
+        context.upload_files.close()
 
     app = DescribedApp(
         title="FastDeploy",

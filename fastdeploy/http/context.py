@@ -22,6 +22,7 @@ from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prom
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.upload_files import UploadFiles
 
 # Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
 # tokens is refused before it is tokenised.
@@ -47,6 +48,11 @@ class ServingContext:
     def pace(self) -> Pace:
         """Return a new Pace, for one reply."""
         return Pace(self.slice_lock)
+
+    @cached_property
+    def upload_files(self) -> UploadFiles:
+        """The files of weight uploads."""
+        return UploadFiles(self.config)
 
     @cached_property
     def chat_format(self) -> ChatFormat:

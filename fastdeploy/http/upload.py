@@ -1,84 +1,31 @@
 """Weight uploads: tensors that are the body of a call.
 
-The API server keeps the body in a file of the upload folder, and the engine reads the file when the body is complete.
-A file is locked while its API server lives. The file of a killed API server is not locked, and the next API server
-removes it.
+The API server keeps the body in a file of the upload folder (upload_files.py), and the engine reads the file when the
+body is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
-from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace
-from fastdeploy.core.files import has_room, new_locked_file, remove_abandoned
+from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.body_receiver import BodyReceiver
+from fastdeploy.http.upload_files import UploadFile
 from fastdeploy.inter_communicator import messages as m
 
 BATCH_BYTES = 4 << 20  # handed to a thread for one write
+WINDOW_BYTES = 16 << 20  # of shared memory that is allocated, and received into, at once
 RENEWALS_PER_LEASE = 4  # while a body is received
 Result = TypeVar("Result")
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class UploadFile:
-    """A new file in ``folder``, which ``close`` removes. Raises OutOfSpace."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
-        with self._out_of_space():
-            self._file = new_locked_file(self._path, 0o600)
-
-    @property
-    def path(self) -> str:
-        return str(self._path)
-
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of ``data``. Raises OutOfSpace if the file system is full; then a part may be written."""
-        rest = memoryview(data)
-        with self._out_of_space():
-            while rest:
-                count = os.pwrite(self._file.fileno(), rest, offset)
-                rest, offset = rest[count:], offset + count
-
-    def close(self) -> None:
-        self._path.unlink(missing_ok=True)
-        self._file.close()
-
-    @contextlib.contextmanager
-    def _out_of_space(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise OutOfSpace(f"no room for the upload in {self._path.parent}: {error.strerror}") from error
-            raise
-
-
-def upload_folder(config: ServeConfig, nbytes: int) -> Path:
-    """Return the folder for ``nbytes`` of uploads: --upload-dir; without it shared memory, or the temporary folder if
-    shared memory has no room."""
-    first, *others = upload_folders(config.upload_dir)
-    return Path(first if not others or has_room(first, nbytes) else others[0])
-
-
-def remove_leftovers(config: ServeConfig) -> None:
-    """Remove the files of API servers that were killed."""
-    for folder in upload_folders(config.upload_dir):
-        remove_abandoned(folder, UPLOAD_PREFIX)
 
 
 def is_upload(request: Request) -> bool:
@@ -127,15 +74,15 @@ async def upload_update(
 
 
 @contextlib.asynccontextmanager
-async def spooled_upload(request: Request, context: ServingContext) -> AsyncIterator[FileSource]:
-    """Keep the body of an admitted upload in a file while the block runs. Raises InvalidField for an empty body,
-    OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""
+async def spooled_upload(request: Request, context: ServingContext, keep: bool = True) -> AsyncIterator[FileSource]:
+    """Keep the body of an admitted upload in a file while the block runs. keep: see UploadFiles.file. Raises
+    InvalidField for an empty body, OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""
     expected = int(request.headers.get("content-length", context.config.max_upload_mb << 20))
-    with contextlib.closing(UploadFile(upload_folder(context.config, expected))) as file:
+    with context.upload_files.file(expected, keep) as file:
         if (receiver := BodyReceiver.of(request)) is None:
             await _write_body(request, file)
         else:
-            await _receive_body(receiver, file, expected)
+            await (_map_body if file.in_memory else _receive_body)(receiver, file, expected)
             await request.receive()  # tells the middleware that the body is complete
         yield FileSource(file.path)
 
@@ -143,7 +90,8 @@ async def spooled_upload(request: Request, context: ServingContext) -> AsyncIter
 @contextlib.asynccontextmanager
 async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[FileSource]:
     """Keep ``data`` in a file while the block runs, as :func:`spooled_upload` does."""
-    with contextlib.closing(UploadFile(upload_folder(context.config, len(data)))) as file:
+    with context.upload_files.file(len(data)) as file:
+        file.resize(len(data))
         await _on_thread(file.write, 0, data)
         yield FileSource(file.path)
 
@@ -153,9 +101,19 @@ async def _abort(client: ServingClient, session_id: str) -> None:
         await client.call(m.AbortUpdateArgs(session_id))
 
 
+async def _map_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
+    """Receive a long body straight into shared memory. Pages are allocated only shortly before the bytes come, as a
+    client may send less than it has declared."""
+    memory = file.map(nbytes)
+    for first in range(0, nbytes, WINDOW_BYTES):
+        window = memory[first : first + WINDOW_BYTES]
+        if (end := first + len(window)) > file.allocated:
+            await _on_thread(file.allocate, end)
+        await receiver.into(window)
+
+
 async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
-    """Receive a long body. It passes through a buffer that stays in the CPU's cache: a mapped file would cost a page
-    fault for every 4 KiB."""
+    """Receive a long body, and write it to a disk."""
     buffer, offset = memoryview(bytearray(min(nbytes, BATCH_BYTES))), 0
     while count := await receiver.into(buffer):
         await _on_thread(file.write, offset, buffer[:count])
@@ -172,6 +130,7 @@ async def _write_body(request: Request, file: UploadFile) -> None:
             size += len(batch)
             batch = bytearray()
     await _on_thread(file.write, size, batch)
+    file.resize(size + len(batch))
     if not size + len(batch):
         raise InvalidField("body", "expected the bytes of a safetensors file")
 

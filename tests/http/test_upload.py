@@ -7,27 +7,34 @@ import errno
 import gc
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FileSource
+from fastdeploy.http import upload, upload_files
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import OCTETS, answer, in_thread, wait_until
 from support.upload_engine import SESSION, UploadEngine
 
+BOTH = pytest.mark.parametrize("spool", ["disk", "shared memory"], indirect=True)
 UPDATE, CHUNK = "/v1/update_weights", f"/v1/weights/chunk?session_id={SESSION}"
 PATHS = [UPDATE, CHUNK]
 HALF = 1 << 16  # bytes; a shorter body is received through the parser
 
 
 @pytest.fixture
-def spool(tmp_path):
+def spool(tmp_path, monkeypatch, request):
+    """The upload folder. The server treats it as what the parameter says: disk (the default) or shared memory."""
     folder = tmp_path / "uploads"
     folder.mkdir()
+    if getattr(request, "param", "disk") == "shared memory":
+        monkeypatch.setattr(upload_files, "SHARED_MEMORY", str(folder))
     return folder
 
 
@@ -103,6 +110,100 @@ def test_an_upload_may_be_larger_than_max_body_mb(uploads):
     assert post(uploads, "/v1/completions", body).status_code == 413
 
 
+# ------------------------------------------------------------------ memory that is used again
+
+
+@pytest.fixture
+def in_memory(make_stack, tmp_path, monkeypatch):
+    """A stack with ``uploads``, whose upload folder ``spool`` is treated as shared memory."""
+    monkeypatch.setattr(upload_files, "SHARED_MEMORY", str(tmp_path))
+    stack = make_stack(upload_dir=str(tmp_path), max_upload_mb=2)
+    stack.uploads, stack.spool = UploadEngine(stack.engine), tmp_path
+    return stack
+
+
+def test_uploads_to_shared_memory_are_received_into_the_same_pages(in_memory, monkeypatch):
+    monkeypatch.setattr(upload, "WINDOW_BYTES", HALF + 5)
+    bodies = [os.urandom(size) for size in (5 * HALF, 3 * HALF, 2 * HALF + 1, 9 * HALF, 9 * HALF)]
+    allocated = []
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, *what: allocated.append(what[1]) or allocate(fd, *what))
+    for body in bodies:
+        assert post(in_memory, CHUNK, body).status_code == 200
+        (file,) = in_memory.spool.iterdir()
+        assert file.stat().st_size == len(body)
+    assert in_memory.uploads.bodies == bodies and in_memory.uploads.paths == {str(file)}
+    assert sum(allocated) == 5 * HALF + (9 * HALF - 2 * HALF - 1), "the last upload needs no new page"
+    assert_nothing_left(in_memory, in_memory.spool)
+
+
+def test_the_file_of_a_short_upload_is_not_kept(in_memory):
+    assert post(in_memory, CHUNK, b"short").status_code == 200
+    assert not list(in_memory.spool.iterdir())
+
+
+def test_a_body_of_unknown_length_replaces_all_of_an_earlier_one(in_memory):
+    bodies = [bytes(70_000), os.urandom(HALF + 1)]
+    assert post(in_memory, CHUNK, bodies[0]).status_code == 200
+    assert post(in_memory, CHUNK, iter([bodies[1]])).status_code == 200
+    assert in_memory.uploads.bodies == bodies and len(in_memory.uploads.paths) == 1
+
+
+def test_an_upload_that_is_much_smaller_leaves_the_memory_to_the_next_large_one(in_memory):
+    bodies = [os.urandom(size) for size in (5 * HALF, 2 * HALF, 7, 5 * HALF)]
+    for body in bodies:
+        assert post(in_memory, CHUNK, body).status_code == 200
+        (file,) = in_memory.spool.iterdir()
+        assert file.stat().st_size == 5 * HALF
+    assert in_memory.uploads.bodies == bodies and len(in_memory.uploads.paths) == 3
+
+
+def test_memory_is_not_used_again_after_a_failure_because_the_engine_may_still_read_it(in_memory):
+    in_memory.uploads.refuse = lambda args: m.Failure("staging_timeout", "it hangs")
+    assert post(in_memory, CHUNK, bytes(3 * HALF)).status_code >= 400
+    assert not list(in_memory.spool.iterdir())
+
+
+def test_a_file_for_a_gateway_on_another_host_is_not_used_again(in_memory):
+    with in_memory.http.stream("POST", "/v1/replicas/spool", content=bytes(3 * HALF), headers=OCTETS) as reply:
+        assert reply.status_code == 200 and list(in_memory.spool.iterdir())
+    wait_until(lambda: not list(in_memory.spool.iterdir()))
+
+
+def test_two_uploads_at_once_have_two_files_and_leave_one(in_memory):
+    in_memory.uploads.reads = False
+    bodies = {os.urandom(3 * HALF), os.urandom(3 * HALF)}
+    replies = [in_thread(post, in_memory, CHUNK, body) for body in bodies]
+    wait_until(lambda: len(in_memory.uploads.calls) == 2)
+    in_memory.uploads.go_on()
+    assert [reply.result(20).status_code for reply in replies] == [200, 200]
+    assert set(in_memory.uploads.bodies) == bodies
+    assert len(list(in_memory.spool.iterdir())) == 1
+
+
+def test_memory_that_no_upload_needs_is_freed_after_a_while(in_memory, monkeypatch):
+    monkeypatch.setattr(upload_files, "KEEP_S", 0.1)
+    assert post(in_memory, CHUNK, bytes(3 * HALF)).status_code == 200
+    wait_until(lambda: not list(in_memory.spool.iterdir()))
+
+
+def test_only_the_first_part_of_a_large_file_is_kept(in_memory, monkeypatch):
+    monkeypatch.setattr(upload_files, "KEPT_BYTES", HALF)
+    bodies = [os.urandom(3 * HALF), os.urandom(3 * HALF)]
+    for body in bodies:
+        assert post(in_memory, CHUNK, body).status_code == 200
+        (file,) = in_memory.spool.iterdir()
+        assert file.stat().st_size == HALF
+    assert in_memory.uploads.bodies == bodies
+
+
+def test_nothing_is_kept_where_shared_memory_is_nearly_full(in_memory, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * HALF))
+    for _ in range(2):
+        assert post(in_memory, CHUNK, bytes(3 * HALF)).status_code == 200
+        assert not list(in_memory.spool.iterdir())
+
+
 # ------------------------------------------------------------------ uploads that fail
 
 
@@ -144,6 +245,7 @@ def unfinished_upload(stack, path: str = UPDATE, sent: int = 1000) -> socket.soc
 
 
 @pytest.mark.parametrize("path", PATHS)
+@BOTH
 @pytest.mark.parametrize("sent", [1000, 3 * HALF])
 def test_a_client_that_disconnects_leaves_no_part_of_its_upload(uploads, spool, path, sent):
     engine = uploads.uploads
@@ -162,6 +264,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@BOTH
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_upload_that_fails_frees_the_memory_of_its_file_at_once(uploads, spool, no_collector, cut):
     def opened() -> list[str]:
@@ -232,6 +335,18 @@ def test_an_upload_that_waits_too_long_for_a_place_is_a_429(make_stack, spool):
         assert refused.status_code == (400 if "tensor" in path else 429)
     engine.go_on()
     assert reply.result(20).status_code == 200
+
+
+@pytest.mark.parametrize("spool", ["shared memory"], indirect=True)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_an_upload_for_which_shared_memory_has_too_few_pages_is_a_507(uploads, spool, monkeypatch, number):
+    def full(*args) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    reply = post(uploads, CHUNK, bytes(3 * HALF))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (507, "out_of_space")
+    assert not uploads.uploads.bodies and not list(spool.iterdir())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -13,7 +13,7 @@ import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http import upload
+from fastdeploy.http import upload, upload_files
 from support.http_calls import OCTETS, in_thread, wait_until
 from support.upload_engine import SESSION, UploadEngine
 
@@ -32,7 +32,7 @@ def test_files_of_a_killed_server_are_removed_and_those_of_a_living_server_are_n
         path.write_bytes(b"x")
     with alive.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        upload.remove_leftovers(config)
+        upload_files.remove_leftovers(config)
     assert not dead.exists() and alive.exists() and foreign.exists()
 
 
@@ -41,7 +41,7 @@ def test_pipes_and_links_in_the_upload_folder_are_left_alone(spool, tmp_path):
     os.mkfifo(spool / f"{UPLOAD_PREFIX}pipe")
     (spool / f"{UPLOAD_PREFIX}link").symlink_to(tmp_path / "target")
     (spool / f"{UPLOAD_PREFIX}dead").write_bytes(b"x")
-    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    upload_files.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
     assert sorted(path.name.removeprefix(UPLOAD_PREFIX) for path in spool.iterdir()) == ["link", "pipe"]
 
 
@@ -52,7 +52,7 @@ def test_an_upload_in_progress_survives_the_start_of_another_server(make_stack, 
     engine.reads = False
     reply = in_thread(stack.http.post, path, content=b"abc", headers=OCTETS)
     wait_until(lambda: engine.calls)
-    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    upload_files.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
     engine.go_on()
     assert reply.result(20).status_code == 200
     assert engine.bodies == [b"abc"]
@@ -72,12 +72,12 @@ async def test_a_cancelled_upload_leaves_no_file_and_no_thread_that_uses_it(spoo
         done.append(os.fstat(fd))
         return len(data)
 
-    async def upload_to(file: upload.UploadFile) -> None:
+    async def upload_to(file: upload_files.UploadFile) -> None:
         with contextlib.closing(file):
             await upload._on_thread(file.write, 0, bytes(100))
 
     monkeypatch.setattr(os, "pwrite", write)
-    uploading = asyncio.create_task(upload_to(upload.UploadFile(spool)))
+    uploading = asyncio.create_task(upload_to(upload_files.UploadFile(spool)))
     async with asyncio.timeout(20):
         await asyncio.sleep(0.01)
         uploading.cancel()
@@ -94,9 +94,9 @@ def test_uploads_go_to_shared_memory_if_it_has_room(monkeypatch):
     memory, temporary = upload_folders("")
     room = [10]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": room[0]}))
-    assert str(upload.upload_folder(config, 9)) == memory
-    assert str(upload.upload_folder(config, 10)) == temporary
-    assert str(upload.upload_folder(ServeConfig(model="m", upload_dir="/x"), 10**18)) == "/x"
+    assert str(upload_files.upload_folder(config, 9)) == memory
+    assert str(upload_files.upload_folder(config, 10)) == temporary
+    assert str(upload_files.upload_folder(ServeConfig(model="m", upload_dir="/x"), 10**18)) == "/x"
 
 
 def test_an_upload_folder_that_does_not_exist_is_refused_at_the_start(tmp_path):

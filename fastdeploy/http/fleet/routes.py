@@ -137,7 +137,8 @@ def spool_router(context: ServingContext) -> APIRouter:
         is ``{"path": ...}``. The answer does not end: the file is removed when the client closes the connection."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(admitted_upload(context, None))
-            source = await stack.enter_async_context(spooled_upload(request, context))
+            # A gateway that has died closes its connection while the engine may still read the file.
+            source = await stack.enter_async_context(spooled_upload(request, context, keep=False))
             return _WhileConnected(source.path, stack.pop_all(), context.config.keepalive_s)
 
     return router
