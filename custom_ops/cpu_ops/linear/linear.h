@@ -79,9 +79,7 @@ static inline void complete_rows(const Weight& w, const Expansion& expansion, in
       store(v + kColumns, add(load(v + kColumns), bias1));
     }
   }
-  if (expansion.shrunk == nullptr) return;
-  expansion.add_to_rows(values, first, count, tile0);
-  expansion.add_to_rows(values + kColumns, first, count, tile1);
+  if (expansion.shrunk != nullptr) expansion.add_to_rows(values, first, count, tile0, tile1);
 }
 
 // Stores columns [16 tile, 16 tile + 16) of a row of n columns; columns from n on are dropped.

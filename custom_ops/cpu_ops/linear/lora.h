@@ -17,7 +17,7 @@ namespace FD_ISA {
 constexpr int64_t kRunRows = 16;
 // Rows that share a pass over B: two sums each, out of 32 (AVX-512) or 16 half-width (AVX2) registers.
 #if defined(__AVX512F__)
-constexpr int64_t kExpandRows = 6;
+constexpr int64_t kExpandRows = 8;
 #else
 constexpr int64_t kExpandRows = 2;
 #endif
@@ -75,20 +75,24 @@ struct Expansion {
     return value;
   }
 
-  // The same for a column tile of `count` rows from `first` on; values: their elements, 32 floats from row to row. Rows
-  // of one adapter share a pass over its B.
-  inline void add_to_rows(float* values, int64_t first, int64_t count, int64_t column_tile) const {
+  // The same for rows [first, first + count) and two column tiles; values: float32 [count][2][16]. Rows of one adapter
+  // share a pass over its B.
+  inline void add_to_rows(float* values, int64_t first, int64_t count, int64_t tile0, int64_t tile1) const {
     for (int64_t r = 0, end; r < count; r = end) {
       for (end = r + 1; end < count && end - r < kExpandRows && loras.rows[first + end] == loras.rows[first + r];)
         ++end;
       const Lora* lora = loras.of(first + r);
       if (lora == nullptr) continue;
+      const float* t = shrunk + (first + r) * stride;
       with_rows<kExpandRows>(end - r, [&](auto rows) {
         constexpr int kCount = decltype(rows)::value;
-        Floats16 sums[kCount];
-        for (int i = 0; i < kCount; ++i) sums[i] = load(values + (r + i) * 2 * kColumns);
-        expand<kCount>(*lora, shrunk + (first + r) * stride, stride, column_tile, sums);
-        for (int i = 0; i < kCount; ++i) store(values + (r + i) * 2 * kColumns, sums[i]);
+        for (int half = 0; half < 2; ++half) {
+          float* from = values + (r * 2 + half) * kColumns;
+          Floats16 sums[kCount];
+          for (int i = 0; i < kCount; ++i) sums[i] = load(from + i * 2 * kColumns);
+          expand<kCount>(*lora, t, stride, half == 0 ? tile0 : tile1, sums);
+          for (int i = 0; i < kCount; ++i) store(from + i * 2 * kColumns, sums[i]);
+        }
       });
     }
   }
@@ -119,7 +123,7 @@ struct Expansion {
     }
     for (int64_t j = 0; j < tile.count; j += 2) {
       const Pairs b = load_ranks(lora, tile, j);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         even[r] = fma(set1(t[r * stride + j]), b.low, even[r]);
         odd[r] = fma(set1(t[r * stride + j + 1]), b.high, odd[r]);
