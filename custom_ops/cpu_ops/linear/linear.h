@@ -5,10 +5,10 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 #include "linear/lora.h"
+#include "linear/with_rows.h"
 #include "runtime/memory.h"
 #include "runtime/simd.h"
 
@@ -45,15 +45,6 @@ struct Halves {
   int64_t second(int64_t pair) const { return pair + half; }
 };
 
-// Calls body(rows) with the number of rows, 1 to Most, as a constant.
-template <int Most, typename Body>
-static inline void with_rows(int64_t rows, const Body& body) {
-  if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, body);
-  }
-  body(std::integral_constant<int, Most>());
-}
-
 // 1 / sqrt(mean(x^2) + eps), summed in 16 lanes and four chains, combined in a fixed order.
 static inline float norm_factor(const float* x, int64_t h, float eps) {
   Floats16 sums[4] = {zero(), zero(), zero(), zero()};
@@ -76,6 +67,19 @@ static inline Floats16 complete(const Weight& w, const Expansion& expansion, int
                                 Floats16 value) {
   if (w.bias != nullptr) value = add(value, load(w.bias + tile * kColumns));
   return expansion.add_to(value, row, tile);
+}
+
+// The same for rows [first, first + count) and two column tiles; values: float32 [count][2][16].
+static inline void complete_rows(const Weight& w, const Expansion& expansion, int64_t first, int64_t count,
+                                 int64_t tile0, int64_t tile1, float* values) {
+  if (w.bias != nullptr) {
+    const Floats16 bias0 = load(w.bias + tile0 * kColumns), bias1 = load(w.bias + tile1 * kColumns);
+    for (float* v = values; v < values + count * 2 * kColumns; v += 2 * kColumns) {
+      store(v, add(load(v), bias0));
+      store(v + kColumns, add(load(v + kColumns), bias1));
+    }
+  }
+  if (expansion.shrunk != nullptr) expansion.add_to_rows(values, first, count, tile0, tile1);
 }
 
 // Stores columns [16 tile, 16 tile + 16) of a row of n columns; columns from n on are dropped.

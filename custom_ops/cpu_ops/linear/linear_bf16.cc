@@ -25,8 +25,10 @@ constexpr int64_t kStrip = 12;
 constexpr int64_t kBlockStrips = 22;  // strips of a block of rows: 264 rows of q05 (hidden 896) take half of L2
 // K tiles of a cut: the weights of two cuts, 20 KiB, share L1 with the rows of a strip. 4 to 14 are as fast (Zen 5).
 constexpr int64_t kCutSteps = 5;
-constexpr int64_t kLoraRows = 32;  // rows of which the adapters are prefetched
-constexpr int64_t kParts = 4;      // parts of a step, with prefetches before each
+constexpr int64_t kLoraRows = 32;       // rows of which the adapters are prefetched
+constexpr int kShrinkRows = 4;          // rows that share a pass over A
+constexpr int64_t kShrinkAhead = 2048;  // bytes of A that are prefetched ahead
+constexpr int64_t kParts = 4;           // parts of a step, with prefetches before each
 // Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
@@ -39,17 +41,25 @@ InputTiles new_tiles(ScratchSlot slot, int64_t m, const Weight& w) {
   return InputTiles(slot, m, tile_rows(m), tile_rows(m), w);
 }
 
-// Prefetches what the next multiplications need, a few lines at a time: the next cut of two column tiles, the
-// rows of the next strip, and adapters.
+// Prefetches what the next multiplications need, a few lines at a time: the next cut of two column tiles, the rows of
+// the next strip, and adapters. With one strip, the cut after the next one is fetched to L2 as well: there memory is
+// the bottleneck, and the core's own prefetcher falls behind at each end of a pair, where results and adapters are
+// touched (8 rows took 1.1 times as long, and 1.2 times with an adapter, on Zen 4).
 struct Fetch {
   const char *w0, *w1, *w0_end, *x, *x_end;
-  int64_t w_lines, x_lines;  // of each column tile, and of the rows, at a time
+  const char *after0, *after1;  // in the cut after the next one; null: it is not fetched
+  int64_t w_lines, x_lines;     // of each column tile, and of the rows, at a time
   LoraFetch loras;
 
   inline void go() {
     for (int64_t i = 0; i < w_lines && w0 < w0_end; ++i, w0 += 64, w1 += 64) {
       _mm_prefetch(w0, _MM_HINT_T0);
       _mm_prefetch(w1, _MM_HINT_T0);
+      if (after0 == nullptr) continue;
+      _mm_prefetch(after0, _MM_HINT_T1);
+      _mm_prefetch(after1, _MM_HINT_T1);
+      after0 += 64;
+      after1 += 64;
     }
     for (int64_t i = 0; i < x_lines && x < x_end; ++i, x += 64) _mm_prefetch(x, _MM_HINT_T0);
     loras.go();
@@ -103,65 +113,102 @@ struct Block {
   int64_t first, last;
 };
 
+// K tiles [k, k + steps) of a pair of column tiles.
+struct Cut {
+  int64_t k, steps;
+  const char *w0, *w1;
+};
+
 // For each row of a block and each pair in [begin, end): calls expect(row, pair), computes, and calls finish(row, pair,
-// first 16 columns, second 16 columns).
+// value of its first tile, value of its second).
 template <typename Pairs, typename Finish, typename Expect>
 void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expansion& expansion, Block block,
                Pairs pairs, int64_t begin, int64_t end, const Finish& finish, const Expect& expect) {
-  const char* weight = static_cast<const char*>(w.data);
   const int64_t column_bytes = w.tile_elements() * 2, steps = input.k_tiles, strips = block.last - block.first;
   const int64_t cuts = (steps + kCutSteps - 1) / kCutSteps;
   const int64_t first_row = block.first * input.rows, last_row = std::min(m, block.last * input.rows);
+  // The cuts of a pair, followed by those of the next one.
+  const auto cut_at = [&](int64_t pair, int64_t index) -> Cut {
+    const int64_t cut = index % cuts, k = steps * cut / cuts;
+    const char* from = static_cast<const char*>(w.data) + k * kTileBytes;
+    pair = std::min(pair + index / cuts, pairs.count() - 1);
+    return {k, steps * (cut + 1) / cuts - k, from + pairs.first(pair) * column_bytes,
+            from + pairs.second(pair) * column_bytes};
+  };
   alignas(64) float sums[kBlockStrips * kStrip * 32];
   Fetch fetch = {};
   fetch.x_lines = (input.rows + kParts - 1) / kParts;
+  Cut here = cut_at(begin, 0), next = cut_at(begin, 1);
   for (int64_t pair = begin; pair < end; ++pair) {
-    const int64_t t0 = pairs.first(pair), t1 = pairs.second(pair), following = std::min(pair + 1, pairs.count() - 1);
-    const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+    const int64_t t0 = pairs.first(pair), t1 = pairs.second(pair);
     if (expansion.shrunk != nullptr && last_row - first_row <= kLoraRows)
       fetch.loras = expansion.fetch(first_row, last_row, t0, t1, strips * steps * kParts);
     for (int64_t cut = 0; cut < cuts; ++cut) {
-      const int64_t k = steps * cut / cuts, k_end = steps * (cut + 1) / cuts, count = k_end - k;
+      const Cut after_next = cut_at(pair, cut + 2);
       const bool last = cut + 1 == cuts;
-      // The next cut, or the first one of the following pair.
-      const int64_t next_k = last ? 0 : k_end, next_end = steps * (last ? 1 : cut + 2) / cuts;
-      const int64_t calls = strips * count * kParts;
-      fetch.w0 = weight + pairs.first(last ? following : pair) * column_bytes + next_k * kTileBytes;
-      fetch.w1 = weight + pairs.second(last ? following : pair) * column_bytes + next_k * kTileBytes;
-      fetch.w0_end = fetch.w0 + (next_end - next_k) * kTileBytes;
-      fetch.w_lines = ((next_end - next_k) * (kTileBytes / 64) + calls - 1) / calls;
+      const int64_t calls = strips * here.steps * kParts;
+      fetch.w0 = next.w0;
+      fetch.w1 = next.w1;
+      fetch.w0_end = next.w0 + next.steps * kTileBytes;
+      fetch.w_lines = (next.steps * (kTileBytes / 64) + calls - 1) / calls;
+      if (strips == 1) {
+        fetch.after0 = after_next.w0;
+        fetch.after1 = after_next.w1;
+      }
       for (int64_t strip = block.first; strip < block.last; ++strip) {
         const int64_t row = strip * input.rows, rows = std::min(input.rows, m - row);
         float* to = sums + (strip - block.first) * kStrip * 32;
         const bool last_strip = strip + 1 == block.last;
-        fetch.x = last_strip ? input.tile(block.first, next_k) : input.tile(strip + 1, k);
-        fetch.x_end = fetch.x + (last_strip ? next_end - next_k : count) * input.step();
+        fetch.x = last_strip ? input.tile(block.first, next.k) : input.tile(strip + 1, here.k);
+        fetch.x_end = fetch.x + (last_strip ? next.steps : here.steps) * input.step();
         for (int64_t r = 0; last && r < rows; ++r) expect(row + r, pair);
         with_rows<kStrip>(rows, [&](auto constant) {
-          multiply_strip<decltype(constant)::value>(input.tile(strip, k), input.step(), b0 + k * kTileBytes,
-                                                    b1 + k * kTileBytes, count, cut > 0, to, fetch);
+          multiply_strip<decltype(constant)::value>(input.tile(strip, here.k), input.step(), here.w0, here.w1,
+                                                    here.steps, cut > 0, to, fetch);
         });
-        for (int64_t r = 0; last && r < rows; ++r) finish(row + r, pair, load(to + r * 32), load(to + r * 32 + 16));
+        if (!last) continue;
+        complete_rows(w, expansion, row, rows, t0, t1, to);
+        for (int64_t r = 0; r < rows; ++r) finish(row + r, pair, load(to + r * 32), load(to + r * 32 + 16));
       }
+      here = next;
+      next = after_next;
     }
   }
 }
 
-// t = x @ A.T * scaling for the rows of a run and a tile of ranks. Each element is four chains, of every fourth k pair.
-void shrink_run(const InputTiles& input, const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
-  const Weight& a = run.lora->a;
-  const char* weight = static_cast<const char*>(a.data) + tile * a.tile_elements() * 2;
-  const Floats16 scaling = load(run.lora->scaling() + tile * 16);
-  for (int64_t row = run.row; row < run.row + run.rows; ++row) {
-    __m512 sums[4] = {};
-    const char *x = input.row(row), *b = weight;
-    for (int64_t step = 0; step < input.k_tiles; ++step, x += input.step())
-      for (int64_t pair = 0; pair < 16; pair += 4, b += 4 * 64)
-        for (int i = 0; i < 4; ++i)
-          sums[i] = _mm512_dpbf16_ps(sums[i], broadcast_pair(x + (pair + i) * 4), load_weights(b + i * 64));
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-    store(shrunk + row * stride + tile * 16, mul({sum}, scaling));
+// t = x @ A.T * scaling for Rows rows of a run, from `row` on, and a tile of ranks. Each element is four chains, of
+// every fourth k pair.
+template <int Rows>
+void shrink_rows(const InputTiles& input, const Lora& lora, int64_t row, int64_t tile, float* shrunk, int64_t stride) {
+  const char* a = static_cast<const char*>(lora.a.data) + tile * lora.a.tile_elements() * 2;
+  const char* x[Rows];
+  __m512 sums[Rows][4] = {};
+  for (int r = 0; r < Rows; ++r) x[r] = input.row(row + r);
+  for (int64_t step = 0; step < input.k_tiles; ++step) {
+#pragma GCC unroll 4
+    for (int64_t pair = 0; pair < 16; pair += 4, a += 4 * 64) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512bh weights = load_weights(a + i * 64);
+        _mm_prefetch(a + i * 64 + kShrinkAhead, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r)
+          sums[r][i] = _mm512_dpbf16_ps(sums[r][i], broadcast_pair(x[r] + (pair + i) * 4), weights);
+      }
+    }
+    for (int r = 0; r < Rows; ++r) x[r] += input.step();
   }
+  const Floats16 scaling = load(lora.scaling() + tile * 16);
+  for (int r = 0; r < Rows; ++r) {
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[r][0], sums[r][1]), _mm512_add_ps(sums[r][2], sums[r][3]));
+    store(shrunk + (row + r) * stride + tile * 16, mul({sum}, scaling));
+  }
+}
+
+void shrink_run(const InputTiles& input, const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
+  for (int64_t row = run.row, end = run.row + run.rows; row < end; row += kShrinkRows)
+    with_rows<kShrinkRows>(
+        end - row, [&](auto rows) { shrink_rows<decltype(rows)::value>(input, *run.lora, row, tile, shrunk, stride); });
 }
 
 // Calls expect(row, pair), then finish(row, pair, value of its first tile, value of its second) for every row and every
@@ -175,10 +222,6 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
       [&](const LoraRun& run, int64_t tile, float* shrunk, int64_t stride) {
         shrink_run(input, run, tile, shrunk, stride);
       });
-  const auto finish_sums = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    const Floats16 value0 = complete(w, expansion, row, pairs.first(pair), c0);
-    finish(row, pair, value0, complete(w, expansion, row, pairs.second(pair), c1));
-  };
   const int64_t strips = strips_of(rows.m), blocks = (strips + kBlockStrips - 1) / kBlockStrips, count = pairs.count();
   const int64_t block_strips = (strips + blocks - 1) / blocks;
   const int64_t grain = std::max<int64_t>(1, kPieceBytes / (input.k_tiles * 2 * kTileBytes * block_strips));
@@ -187,7 +230,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
       for (int64_t item = begin; item < end;) {
         const int64_t block = item / count, stop = std::min(end, (block + 1) * count);
         run_pairs(input, rows.m, w, expansion, {strips * block / blocks, strips * (block + 1) / blocks}, pairs,
-                  item - block * count, stop - block * count, finish_sums, expect);
+                  item - block * count, stop - block * count, finish, expect);
         item = stop;
       }
     }

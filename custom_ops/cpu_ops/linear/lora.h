@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "linear/with_rows.h"
 #include "runtime/memory.h"
 #include "runtime/simd.h"
 #include "runtime/thread_pool.h"
@@ -14,6 +15,12 @@ namespace fd {
 namespace FD_ISA {
 
 constexpr int64_t kRunRows = 16;
+// Rows that share a pass over B: two sums each, out of 32 (AVX-512) or 16 half-width (AVX2) registers.
+#if defined(__AVX512F__)
+constexpr int64_t kExpandRows = 8;
+#else
+constexpr int64_t kExpandRows = 2;
+#endif
 
 // Adjacent rows of one adapter in one tile of 16 rows.
 struct LoraRun {
@@ -64,7 +71,30 @@ struct Expansion {
   inline Floats16 add_to(Floats16 value, int64_t row, int64_t column_tile) const {
     if (shrunk == nullptr) return value;
     const Lora* lora = loras.of(row);
-    return lora == nullptr ? value : expand(*lora, shrunk + row * stride, column_tile, value);
+    if (lora != nullptr) expand<1>(*lora, shrunk + row * stride, stride, column_tile, &value);
+    return value;
+  }
+
+  // The same for rows [first, first + count) and two column tiles; values: float32 [count][2][16]. Rows of one adapter
+  // share a pass over its B.
+  inline void add_to_rows(float* values, int64_t first, int64_t count, int64_t tile0, int64_t tile1) const {
+    for (int64_t r = 0, end; r < count; r = end) {
+      for (end = r + 1; end < count && end - r < kExpandRows && loras.rows[first + end] == loras.rows[first + r];)
+        ++end;
+      const Lora* lora = loras.of(first + r);
+      if (lora == nullptr) continue;
+      const float* t = shrunk + (first + r) * stride;
+      with_rows<kExpandRows>(end - r, [&](auto rows) {
+        constexpr int kCount = decltype(rows)::value;
+        for (int half = 0; half < 2; ++half) {
+          float* from = values + (r * 2 + half) * kColumns;
+          Floats16 sums[kCount];
+          for (int i = 0; i < kCount; ++i) sums[i] = load(from + i * 2 * kColumns);
+          expand<kCount>(*lora, t, stride, half == 0 ? tile0 : tile1, sums);
+          for (int i = 0; i < kCount; ++i) store(from + i * 2 * kColumns, sums[i]);
+        }
+      });
+    }
   }
 
   // Prepares the prefetch of what add_to reads for rows [first, last) and two column tiles.
@@ -80,26 +110,33 @@ struct Expansion {
     return found;
   }
 
-  static inline Floats16 expand(const Lora& lora, const float* t, int64_t column_tile, Floats16 value) {
+  // Adds t @ B.T to the values of Rows rows and a column tile. t: float32, `stride` from row to row.
+  template <int Rows>
+  static inline void expand(const Lora& lora, const float* t, int64_t stride, int64_t column_tile, Floats16* values) {
     const LoraTile tile = lora.tiles()[column_tile];
-    if (tile.count == 0) return value;
+    if (tile.count == 0) return;
     t += tile.first;
-    Floats16 even = value, odd = zero();
-    if (lora.a.bf16) {
-      const uint16_t* b = static_cast<const uint16_t*>(lora.b()) + tile.b;
-      for (int64_t j = 0; j < tile.count; j += 2) {
-        const Pairs pairs = load_pairs(b + j * kColumns);
-        even = fma(set1(t[j]), pairs.low, even);
-        odd = fma(set1(t[j + 1]), pairs.high, odd);
-      }
-    } else {
-      const float* b = static_cast<const float*>(lora.b()) + tile.b;
-      for (int64_t j = 0; j < tile.count; j += 2) {
-        even = fma(set1(t[j]), load(b + j * kColumns), even);
-        odd = fma(set1(t[j + 1]), load(b + (j + 1) * kColumns), odd);
+    Floats16 even[Rows], odd[Rows];
+    for (int r = 0; r < Rows; ++r) {
+      even[r] = values[r];
+      odd[r] = zero();
+    }
+    for (int64_t j = 0; j < tile.count; j += 2) {
+      const Pairs b = load_ranks(lora, tile, j);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        even[r] = fma(set1(t[r * stride + j]), b.low, even[r]);
+        odd[r] = fma(set1(t[r * stride + j + 1]), b.high, odd[r]);
       }
     }
-    return add(even, odd);
+    for (int r = 0; r < Rows; ++r) values[r] = add(even[r], odd[r]);
+  }
+
+  // Returns the ranks j and j + 1 of a column tile of B.
+  static inline Pairs load_ranks(const Lora& lora, const LoraTile& tile, int64_t j) {
+    if (lora.a.bf16) return load_pairs(static_cast<const uint16_t*>(lora.b()) + tile.b + j * kColumns);
+    const float* b = static_cast<const float*>(lora.b()) + tile.b + j * kColumns;
+    return {load(b), load(b + kColumns)};
   }
 };
 
