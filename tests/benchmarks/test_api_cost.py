@@ -30,6 +30,7 @@ def one_round(output_len: int = 40, pids: tuple[int, ...] = (), defect: str | No
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_and_the_server_is_stopped_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

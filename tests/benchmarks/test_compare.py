@@ -94,6 +94,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 """
 
 
+@pytest.mark.slow
 def test_a_failing_peer_is_removed_with_a_reason_and_the_comparison_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

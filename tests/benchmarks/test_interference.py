@@ -76,6 +76,7 @@ def test_a_round_over_http():
     assert found.errors == () and found.step_s > 0 and found.tokens_per_s > 0
 
 
+@pytest.mark.slow
 def test_both_servers_get_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "out.json"
     small = ["--streams", "2", "--lengths", "16,40", "--prompts", "3", "--output-len", "200", "--repeats", "1"]

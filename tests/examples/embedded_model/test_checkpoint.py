@@ -95,6 +95,7 @@ def test_easy_problems_are_solved_more_often_than_hard_ones(chats: list[Answer])
     assert rate((1, 2)) > rate((3, 4))
 
 
+@pytest.mark.slow
 def test_a_plain_prompt_is_answered_too():
     bare = answers(chat=False)
     assert statistics.mean(a.solved for a in bare) > 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import httpx
 import openai
@@ -358,6 +359,9 @@ def test_a_shutdown_answers_open_requests_with_their_tokens_so_far(stack):
     future = in_thread(stack.post, "/v1/completions", prompt="a", request_id="open")
     stack.engine.expect(AddRequest)
     stack.engine.emit("open", [97])
+    sent = threading.Event()
+    stack.engine.do(sent.set)
+    assert sent.wait(30), "the first token is not sent before the last one"
     stack.server._server.should_exit = True
     choice = future.result(30).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "abort")
