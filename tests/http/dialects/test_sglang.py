@@ -13,7 +13,7 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import AddRequest, part_id
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
-from support.http_calls import answer, events, refused
+from support.http_calls import answer, events, refused, wait_until
 
 HELLO = list(b"hey you")
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1"}
@@ -77,6 +77,7 @@ def test_sampling_parameters_have_sglangs_defaults(stack):
 
 def test_the_default_of_max_new_tokens_is_128(stack):
     stack.engine.die()
+    wait_until(lambda: stack.server.http.get("/health").status_code != 200)
     stack.restart_engine(script=reply_with([97]), max_model_len=1000)
     stack.server.wait_connected()
     for params, expected in ((None, 128), ({}, 128), ({"max_new_tokens": None}, 998)):
