@@ -15,7 +15,9 @@ INNER_MARKERS = ("<｜tool▁sep｜>", "<arg_key>", "</arg_key>", "<arg_value>",
 Tools = Mapping[str, Mapping[str, Any]]
 FENCE = "```"
 MAX_NESTING = 128  # of lists and objects in the arguments of a call
-BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)  # strings are found too: what is in them does not count
+# Strings are found too, since what is in them does not count. One without an end is found as well: otherwise the time
+# would grow with the square of its length.
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{\]}]', re.DOTALL)
 OPENING = {"[": 1, "{": 1, "]": -1, "}": -1}
 MAX_DEPTH = 8  # of anyOf and oneOf in each other
 WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python, which templates write for JSON's

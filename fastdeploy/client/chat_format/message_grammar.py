@@ -15,6 +15,7 @@ from fastdeploy.client.grammars import lark, with_named
 CONTENT = "content"  # name of the grammar of the content in that of the answer
 ROOT = "arguments"  # name of the schema of all arguments among the definitions of the schema of one
 ANY_TEXT = "(?s:.*)"
+LENGTHS = ("minLength", "maxLength")
 # Keywords of a schema that cannot be followed where arguments are written as texts: in the schema of all arguments, and
 # in that of a string.
 OF_ARGUMENTS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "minProperties", "dependentRequired")
@@ -123,8 +124,12 @@ class Rules:
         given = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if options := [option for option in given if isinstance(option, str)] if isinstance(given, list) else []:
             return f"({' | '.join(self.literal(option) for option in options)}) {self.literal(end)}"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return self.any_text(end, f"(?s:.{{{least},{most}}})" if least or most != "" else ANY_TEXT)
+        lengths = [schema.get(key) for key in LENGTHS]
+        for key, length in zip(LENGTHS, lengths, strict=True):
+            if length is not None and (type(length) is not int or length < 0):
+                raise ValueError(f"{key}: expected an integer of at least 0 for the argument {name!r}, got {length!r}")
+        least, most = ("" if length is None else length for length in lengths)
+        return self.any_text(end, f"(?s:.{{{least or 0},{most}}})" if least or most != "" else ANY_TEXT)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': SPACING})}")

@@ -75,10 +75,10 @@ async def answer_limits(
     of the content: the model may reason before it, and call tools in its place. Raises InvalidField, also for a schema
     of a tool that no grammar can follow."""
     format = ChatFormat(context.chat_format.reasoning, answer.format.tool_calls)
-    special = context.require_tokenizer("messages").special
-    begins_inside = in_reasoning(context, format, body, prompt)
 
     def whole(content: str) -> str:
+        special = context.require_tokenizer("messages").special
+        begins_inside = in_reasoning(context, format, body, prompt)
         return message_grammar(format, answer.tools, special, begins_inside, answer.one_call, content)
 
     if answer.must_call or (answer.tools and grammars_asked(body)):

@@ -161,6 +161,11 @@ def test_the_depth_of_a_call_is_limited_whatever_the_stack_of_the_caller(name, d
     assert len(read(parser_of(name), [text]).calls) == len(deep(60).calls) == (depth < 128 or name == "qwen3_coder")
 
 
+def test_a_string_without_an_end_is_looked_at_once():
+    text = NESTED_CALLS["hermes"].replace("VALUE", '"' + '\\"' * 200_000)
+    assert len(read(parser_of("hermes"), [text]).errors) == 1, "within the time limit of a test"
+
+
 def test_numbers_of_any_size_are_arguments():
     text = NESTED_CALLS["hermes"].replace("VALUE", "[1e999, -12345678901234567890123]")
     assert len(read(parser_of("hermes"), [text]).calls) == 1

@@ -156,6 +156,8 @@ def test_arguments_that_are_written_as_texts_follow_their_schema(vocabulary, nam
         ("glm45", {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}, r"\$ref"),
         ("qwen3_coder", {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "anyOf"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^[0-9]+$"}}}, "pattern.*'a'"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 1.5}}}, "minLength.*'a'"),
+        ("glm45", {"properties": {"a": {"type": "string", "maxLength": "3}|.{0,9"}}}, "maxLength.*'a'"),
     ],
 )
 def test_a_schema_that_a_format_cannot_follow_is_refused(name, schema, place):
