@@ -118,7 +118,10 @@ class UploadFiles:
         except BaseException:
             file.close()
             raise
-        self._keep(file) if keep else file.close()
+        if keep:
+            self._keep(file)
+        else:
+            file.close()
 
     def close(self) -> None:
         """Remove the file that no upload uses."""

@@ -288,8 +288,9 @@ class ReferenceOps:
         masks: TokenMasks | None = None,
     ) -> np.ndarray:
         drawn = np.empty(logits.shape[0], np.int32)
-        values = np.array(logits.numpy())
+        values = logits.numpy()
         if masks is not None:
+            values = values.copy()
             masks.apply(values)
         for i, row in enumerate(values):
             drawn[i], kept = _draw(row, batch, i)
