@@ -149,9 +149,9 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray], **names: str) -> None:
     """float32, float16, int8, uint8, or bfloat16 given as uint16."""
-    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"}
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"} | names
     header, offset = {}, 0
     for name, array in tensors.items():
         header[name] = {
