@@ -19,7 +19,8 @@ from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORME
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, read_json
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
-from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, View, refuse_tensor
+from fastdeploy.model_executor.ops.interface import View
+from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, refuse_tensor
 
 QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
 PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
