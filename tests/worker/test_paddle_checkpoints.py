@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fastdeploy import LLM
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource, PartFormat
 from support.checkpoints import SPECS, Spec, config_json, random_tensors, write_checkpoint, write_safetensors
@@ -62,6 +63,18 @@ def test_a_paddle_folder_makes_the_same_weights_at_the_start_and_as_an_update(ca
     update(from_paddle, ours[1])
     assert from_torch.fingerprint == from_paddle.fingerprint
     assert outputs(from_torch) == outputs(from_paddle) != expected
+
+
+def test_an_engine_started_from_one_layout_serves_the_other_after_an_update_call(checkpoints, tmp_path):
+    new = new_tensors(SPECS["ernie"])
+    theirs = write_paddle_checkpoint(
+        tmp_path / "paddle", replace(SPECS["ernie"], dtype="float32"), new, "paddle", "pdparams"
+    )
+    ours = write_checkpoint(tmp_path / "hf", SPECS["ernie"], new)
+    with LLM(str(checkpoints["ernie"]), num_gpu_blocks_override=16, max_model_len=128, dtype="float32") as llm:
+        reports = [llm.update_weights(str(folder)) for folder in (theirs, checkpoints["ernie"], ours)]
+        assert reports[0]["fingerprint"] == reports[2]["fingerprint"] != reports[1]["fingerprint"]
+        assert llm.weights(checksums=True)["checksums"] == {name: sha(array) for name, array in new.items()}
 
 
 def test_a_square_weight_is_read_as_the_folder_says(make_runner, tmp_path):
