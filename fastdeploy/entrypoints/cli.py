@@ -52,7 +52,7 @@ def _add_serve_flags(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -
     """Add the flags of the configs, and those that are more than one setting."""
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     add = parser.add_argument
-    add("--model", metavar="PATH", help="Hugging Face folder; without it the embedded model is served")
+    add("--model", metavar="PATH", help="folder of Hugging Face or Paddle; without it the embedded model is served")
     add("--served-model-name", metavar="NAME", help="the model's name in requests and replies (the folder's name)")
     text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
     add("--model-root", action="append", metavar="PATH", help=text)

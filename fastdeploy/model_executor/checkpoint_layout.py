@@ -10,6 +10,7 @@ look right in both.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORME
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, read_json
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
-from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, View, refuse_tensor
+from fastdeploy.model_executor.ops.interface import View
+from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, refuse_tensor
 
 QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
 PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
@@ -170,7 +172,11 @@ def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tup
 
 def _with_bfloat16(name: str, entry: TensorEntry) -> TensorEntry:
     """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16."""
-    return entry._replace(dtype="BF16") if entry.dtype == "U16" else entry
+    if entry.dtype != "U16":
+        return entry
+    if 2 * math.prod(entry.shape) != entry.nbytes:
+        raise refuse_tensor(name, f"of {entry.file}: {entry.nbytes} bytes do not make U16 of shape {list(entry.shape)}")
+    return entry._replace(dtype="BF16")
 
 
 def _refuse_transposed(

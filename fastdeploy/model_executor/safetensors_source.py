@@ -27,6 +27,7 @@ from fastdeploy.core.files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.core.weight_source import MAX_TENSORS, FolderSource, Source
 from fastdeploy.model_executor import pdparams
+from fastdeploy.model_executor.ops.interface import View
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 # Paddle's files: those of PaddleFormers, and the snapshots of one rank that FastDeploy's trainers leave.
@@ -55,15 +56,6 @@ class _Index(msgspec.Struct):
 
 _SPLIT, _ENTRY = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_HeaderEntry)
 Parsed = TypeVar("Parsed")
-
-
-class View(NamedTuple):
-    """Where the values of a tensor [rows, columns] lie in a stored one whose rows have ``stride`` values: (row, column)
-    is ``column * stride + row // run * step + row % run`` values after (0, 0)."""
-
-    stride: int
-    run: int
-    step: int
 
 
 class TensorEntry(NamedTuple):

@@ -96,14 +96,14 @@ def stage_tensors(
     ops: Ops, reader: SafetensorsReader, regions: Mapping[str, Region], checksums: Mapping[str, str], stop: np.ndarray
 ) -> dict[str, Fingerprint]:
     """Read each tensor of ``regions`` to its region, and return the fingerprints. checksums: the sha256 of the bytes of
-    some tensors; such a tensor, and one that is picked out of another, is read to private memory, hashed, and staged
-    from there, one at a time. stop: see ``Ops.stage``. Raises WeightUpdateRefused, which names the tensor and the
+    some tensors; such a tensor is read to private memory, hashed, and staged from there, one at a time. So is a vector
+    that is a part of another one. stop: see ``Ops.stage``. Raises WeightUpdateRefused, which names the tensor and the
     file."""
     entries = reader.entries
     direct = {
-        name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd)
+        name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd, view=entries[name].view)
         for name, region in regions.items()
-        if name not in checksums and entries[name].view is None
+        if name not in checksums and (entries[name].view is None or region.linear is not None)
     }
     found = stage_items(ops, reader, direct, stop)
     for name, region in regions.items():

@@ -135,7 +135,8 @@ class LogprobArgs(ctypes.Structure):
 class StageItemArgs(ctypes.Structure):
     """The structure StageItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p), *_integers("memory_bytes")]
+    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p)]
+    _fields_ += _integers("memory_bytes stride run step")
 
 
 class DeltaItemArgs(ctypes.Structure):

@@ -209,16 +209,26 @@ class Region(NamedTuple):
     vector: np.ndarray | None = None
 
 
+class View(NamedTuple):
+    """Where the values of a tensor [rows, columns] lie in a stored one whose rows have ``stride`` values: (row, column)
+    is ``column * stride + row // run * step + row % run`` values after (0, 0)."""
+
+    stride: int
+    run: int
+    step: int
+
+
 class StageItem(NamedTuple):
     """The values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of
     uint8, of which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to
-    nearest even."""
+    nearest even. view: None = the values lie in C order; else only a region of a linear is allowed."""
 
     region: Region
     dtype: str
     offset: int
     fd: int = -1
     memory: np.ndarray | None = None
+    view: View | None = None
 
 
 class DeltaItem(NamedTuple):
