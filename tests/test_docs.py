@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ServeConfig
 from fastdeploy.core.errors import STATUS
-from fastdeploy.entrypoints.cli import make_parser
+from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
 from fastdeploy.fleet.transaction import Rule
 from fastdeploy.http.app import create_app
