@@ -100,8 +100,9 @@ def told_defaults(note: str) -> dict[str, str]:
 
 
 def defaults_of(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the defaults of the flags of ``command`` as the page shows them."""
+    """Return the defaults of the flags of ``command`` as the page shows them, without those of FastDeploy alone."""
     flags = [action for action in command._actions if action.option_strings and action.dest != "help"]
+    flags = [action for action in flags if action.help != argparse.SUPPRESS]
     return {action.option_strings[0]: as_told(action.default) for action in flags}
 
 

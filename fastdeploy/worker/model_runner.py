@@ -25,7 +25,13 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
+from fastdeploy.worker.memory import (
+    free_memory,
+    give_back_freed_memory,
+    resident_memory,
+    total_memory,
+    weight_bytes,
+)
 from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
 from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
@@ -37,6 +43,7 @@ from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weigh
 # Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
+HEADROOM = 1 << 30  # bytes that a share of the memory leaves free, for prompts, replies and the API servers
 LOGITS_ROWS = 64  # rows of a prompt whose logits are in memory at once
 WEIGHT, KV_CACHE = "weight", "kv_cache"  # the tags of sleep and wake
 
@@ -47,11 +54,12 @@ class ModelRunner:
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
     the checkpoint (float16 becomes float32). num_blocks has priority over kv_cache_bytes, and either is refused if it
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
-    most 2 GiB and a quarter of the free memory, divided by engines_on_host. max_model_len None: the longest of the
-    model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
-    folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
-    these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
-    quantization: see ``build_model``.
+    most 2 GiB and a quarter of the free memory, divided by engines_on_host; with memory_share instead, at most this
+    share of the machine's memory, and the memory that is free, without the weights and 1 GiB. max_model_len None: the
+    longest of the model, or of the KV cache if that is less. ops: by default the best ops that this machine can run.
+    spill_dir: the folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie
+    below one of these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see
+    StandbyCopy. quantization: see ``build_model``.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -63,6 +71,7 @@ class ModelRunner:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        memory_share: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -92,7 +101,11 @@ class ModelRunner:
             num_blocks = kv_cache_bytes // block_bytes
         else:
             full = max_num_seqs * -(-wanted_len // block_size)
-            num_blocks = min(full, _default_kv_bytes(engines_on_host) // block_bytes)
+            most = _default_kv_bytes(engines_on_host)
+            if memory_share is not None:
+                weights = weight_bytes(self.config, dtype, quantization)
+                most = _shared_kv_bytes(memory_share, weights, engines_on_host)
+            num_blocks = min(full, most // block_bytes)
         if max_model_len is None:
             wanted_len = min(wanted_len, num_blocks * block_size)
         if num_blocks < 1 or wanted_len > num_blocks * block_size:
@@ -409,3 +422,14 @@ def _check_fits(setting: str, kv_cache_bytes: int) -> None:
 
 def _default_kv_bytes(engines_on_host: int) -> int:
     return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory() / engines_on_host))
+
+
+def _shared_kv_bytes(share: float, weights: int, engines_on_host: int) -> int:
+    """Return the bytes of a KV cache that, with ``weights`` bytes beside it, has ``share`` of the machine's memory, or
+    of what is free if that is less. Each engine of the host has an equal part."""
+    most = min(share * total_memory(), free_memory() - HEADROOM) / engines_on_host - weights
+    if most <= 0:
+        have, need = total_memory() / 2**30, weights / 2**30
+        text = f"the weights, {need:.1f} GiB, leave no memory for a KV cache in {share:g} of {have:.1f} GiB"
+        raise InvalidField("gpu_memory_utilization", text)
+    return int(most)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
+from fastdeploy.entrypoints.cli.settings import SettingsParser
+
+# What add_subparsers returns; argparse has no public name for it.
+Commands: TypeAlias = "argparse._SubParsersAction[SettingsParser]"
 
 
 class Context(NamedTuple):
@@ -17,7 +20,7 @@ class Context(NamedTuple):
 class Command(Protocol):
     """A module of this package."""
 
-    def add_parser(self, commands: Commands) -> argparse.ArgumentParser:
+    def add_parser(self, commands: Commands) -> SettingsParser:
         """Add the command's parser to ``commands`` and return it."""
 
     def run(self, args: argparse.Namespace, context: Context) -> int:

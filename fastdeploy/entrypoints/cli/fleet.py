@@ -15,7 +15,16 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.cli.command import Commands, Context
-from fastdeploy.entrypoints.cli.flags import add_serve_flags, configs, put_fleet_key, warn_if_exposed
+from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
+from fastdeploy.entrypoints.cli.flags import (
+    USAGE,
+    add_serve_flags,
+    configs,
+    log_without_effect,
+    put_fleet_key,
+    warn_if_exposed,
+)
+from fastdeploy.entrypoints.cli.settings import SettingsParser
 from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
@@ -28,17 +37,19 @@ from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, re
 DEFAULT_REPLICAS = 2
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: Commands) -> SettingsParser:
     """Add this command."""
     text = "serve a model with many engines behind one address"
-    parser = commands.add_parser("fleet", help=text, allow_abbrev=False)
+    parser = commands.add_parser("fleet", help=text, allow_abbrev=False, usage=USAGE)
     add_serve_flags(parser, but=("fleet_endpoint",))
     _add_fleet_flags(parser.add_argument_group("fleet").add_argument)
+    parser.take_settings()
     return parser
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Serve until a signal comes. Return the exit status. Raises InvalidField, which names a setting."""
+    ignored = take_variables(os.environ)
     engine, serve = configs(args)
     keys = read_keys(args.api_key, args.control_key, os.environ)
     put_fleet_key(args.fleet_key_file, os.environ)
@@ -50,6 +61,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module)
     setup_logging("fleet")
     warn_if_exposed(serve, keys)
+    log_without_effect(args, ignored)
     return parent.run()
 
 

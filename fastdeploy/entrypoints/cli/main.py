@@ -10,6 +10,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import VERSION
 from fastdeploy.entrypoints.cli import fleet, serve
 from fastdeploy.entrypoints.cli.command import Command, Context
+from fastdeploy.entrypoints.cli.settings import SettingsParser, named_source
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
@@ -20,7 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. The defaults of flags are those of the configs."""
     parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
     parser.add_argument("--version", action="version", version=VERSION)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=SettingsParser)
     for command in COMMANDS:
         own = command.add_parser(commands)
         own.set_defaults(run=command.run, parser=own)
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None, engine_module: str = ENGINE_MODULE) 
     try:
         status: int = args.run(args, Context(engine_module))
     except InvalidField as error:
-        flag = "--fleet-key-file" if error.field == FLEET_KEY else "--" + error.field.replace("_", "-")
-        args.parser.error(f"argument {flag}: {_without_flag(error)}")
+        place = "argument --fleet-key-file" if error.field == FLEET_KEY else named_source(args, error.field)
+        args.parser.error(f"{place}: {_without_flag(error)}")
     except OSError as error:
         print(f"fastdeploy: {error}", file=sys.stderr)
         return 1
