@@ -139,8 +139,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     host: Annotated[str, _http("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _http("port to listen on, 0 = any free one")] = 8180
+    metrics_port: Annotated[int | None, _http("the only one for /metrics, 0 = any free one (--port)")] = None
     workers: Annotated[int, _http("API server processes")] = 1
-    metrics_port: Annotated[int | None, _http("second port, for /metrics alone, 0 = any free one (--port)")] = None
     keepalive_s: Annotated[float, _http("a stream that is silent for so many seconds gets a comment")] = 10.0
     shutdown_s: Annotated[float, _http("seconds that a shutdown may take; then processes are killed")] = 10.0
     stall_s: Annotated[float, _http("an engine that is silent for so many seconds is killed")] = 10.0
@@ -178,16 +178,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
-        for field in ("port", "metrics_port", "control_port"):
+        for field in ("port", "control_port", "metrics_port"):
             port = getattr(self, field) or 0
             _require(field, 0 <= port < 65536, "a port from 0 to 65535", port)
         if self.control_port:
             _require("control_port", self.control_port != self.port, "another port than --port", self.control_port)
+            other = self.metrics_port != self.control_port
+            _require("metrics_port", other, "another port than --control-port", self.metrics_port)
         for origin in self.allowed_origins:
             complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        require_positive_numbers(self, but=("port", "metrics_port", "control_port"))
+        require_positive_numbers(self, but=("port", "control_port", "metrics_port"))
         ttl_s = self.dialect_hold_ttl_s
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
         masked = self.return_sampling_mask or not self.return_sampling_mask_logprobs

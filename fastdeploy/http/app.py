@@ -20,6 +20,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import VERSION
+from fastdeploy.http.answer_counts import CountAnswers
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.operation import control_router, health_router
@@ -101,6 +102,7 @@ def create_app(
     app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
+    app.add_middleware(CountAnswers, counts=context.answer_counts)
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app

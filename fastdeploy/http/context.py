@@ -21,6 +21,7 @@ from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidFie
 from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prompt, check_room, check_vocabulary
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
+from fastdeploy.http.answer_counts import AnswerCounts
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.upload_files import UploadFiles
 
@@ -36,7 +37,8 @@ MAX_CHOICES = 4096  # of all prompts of one HTTP request
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. slice_lock: see Pace. grammars: the checks of grammars."""
+    uploads: places for weight uploads. slice_lock: see Pace. grammars: the checks of grammars. answer_counts: of HTTP
+    requests."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
@@ -44,6 +46,7 @@ class ServingContext:
     uploads: Budget
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    answer_counts: AnswerCounts = field(default_factory=AnswerCounts)
 
     def pace(self) -> Pace:
         """Return a new Pace, for one reply."""

@@ -128,8 +128,8 @@ def ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConf
     if fleet_key is None:
         text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
         raise InvalidField("fleet_key_file", text)
-    # The replicas end within stop_s, and have no control port of their own.
-    own = msgspec.structs.replace(serve, control_port=None, shutdown_s=ray.stop_s, session_dir="")
+    # The replicas end within stop_s, and have no control port and no metrics port of their own.
+    own = msgspec.structs.replace(serve, control_port=None, metrics_port=None, shutdown_s=ray.stop_s, session_dir="")
     return RaySpec(ray, ReplicaSpec(ReplicaConfig(engine, own), threads=max(int(ray.replica_cpus), 1)))
 
 

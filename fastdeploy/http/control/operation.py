@@ -123,7 +123,8 @@ def health_router(context: ServingContext) -> APIRouter:
     @RouteAccess.OPEN
     async def metrics() -> Response:
         result = await client.call(m.MetricsArgs())
-        return Response(result["text"], media_type="text/plain; version=0.0.4")
+        text = context.answer_counts.render() + result["text"]
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @router.get("/sessions/{session}/v1/models")
     @router.get("/v1/models")
