@@ -7,11 +7,12 @@ from typing import NamedTuple
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.worker.memory import free_memory
+from fastdeploy.worker.memory import free_memory, total_memory, weight_bytes
 
 # Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
+HEADROOM = 1 << 30  # bytes that a share of the memory leaves free, for prompts, replies and the API servers
 
 
 class MemoryPlan(NamedTuple):
@@ -56,6 +57,8 @@ def plan_memory(
     max_model_len: int | None,
     max_num_seqs: int,
     engines_on_host: int,
+    memory_share: float | None = None,
+    quantization: str | None = None,
 ) -> MemoryPlan:
     """Return the plan for these settings of ModelRunner. Raises InvalidField, which names the setting."""
     check_block_size(block_size)
@@ -69,7 +72,10 @@ def plan_memory(
         num_blocks = kv_cache_bytes // block_bytes
     else:
         full = max_num_seqs * -(-wanted_len // block_size)
-        num_blocks = min(full, _default_kv_bytes(engines_on_host) // block_bytes)
+        most = _default_kv_bytes(engines_on_host)
+        if memory_share is not None:
+            most = _shared_kv_bytes(memory_share, weight_bytes(config, ops.dtype, quantization), engines_on_host)
+        num_blocks = min(full, most // block_bytes)
     if max_model_len is None:
         wanted_len = min(wanted_len, num_blocks * block_size)
     if num_blocks < 1 or wanted_len > num_blocks * block_size:
@@ -103,3 +109,14 @@ def _check_fits(setting: str, kv_cache_bytes: int) -> None:
 
 def _default_kv_bytes(engines_on_host: int) -> int:
     return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory() / engines_on_host))
+
+
+def _shared_kv_bytes(share: float, weights: int, engines_on_host: int) -> int:
+    """Return the bytes of a KV cache that, with ``weights`` bytes beside it, has ``share`` of the machine's memory, or
+    of what is free if that is less. Each engine of the host has an equal part."""
+    most = min(share * total_memory(), free_memory() - HEADROOM) / engines_on_host - weights
+    if most <= 0:
+        have, need = total_memory() / 2**30, weights / 2**30
+        text = f"the weights, {need:.1f} GiB, leave no memory for a KV cache in {share:g} of {have:.1f} GiB"
+        raise InvalidField("gpu_memory_utilization", text)
+    return int(most)

@@ -46,11 +46,12 @@ class ModelRunner:
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
     the checkpoint (float16 becomes float32). num_blocks has priority over kv_cache_bytes, and either is refused if it
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
-    most 2 GiB and a quarter of the free memory, divided by engines_on_host. max_model_len None: the longest of the
-    model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
-    folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
-    these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
-    quantization: see ``build_model``.
+    most 2 GiB and a quarter of the free memory, divided by engines_on_host; with memory_share instead, at most this
+    share of the machine's memory, and the memory that is free, without the weights and 1 GiB. max_model_len None: the
+    longest of the model, or of the KV cache if that is less. ops: by default the best ops that this machine can run.
+    spill_dir: the folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie
+    below one of these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see
+    StandbyCopy. quantization: see ``build_model``.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -62,6 +63,7 @@ class ModelRunner:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        memory_share: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -90,6 +92,8 @@ class ModelRunner:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             engines_on_host=engines_on_host,
+            memory_share=memory_share,
+            quantization=quantization,
         )
         self.model = build_model(self.config, self.ops, plan.max_model_len, quantization)
         self.asleep: frozenset[str] = frozenset()
