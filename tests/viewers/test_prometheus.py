@@ -20,11 +20,13 @@ FLAGS = (
     *("--adapter-memory-mb", "1", "--max-retained", "1", "--standby-weights", "on"),
 )
 RANK = 16  # 360 KB for an adapter
-# Faults, which a good run has not, and steps that may end before a pause can stop them.
+# Faults, which a good run has not; and what depends on the speed of the machine, such as steps that may end before a
+# pause can stop them.
 MAY_BE_ZERO = {
     "non_finite_rows_total", "non_finite_commits_total", "internal_errors_total", "trace_events_dropped_total",
     "steps_abandoned_total", "engine_short_lives", "requests_rejected_total", "request_version_lag_bucket",
     "decode_step_seconds_total",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",  # a slow machine drafts nothing
 }  # fmt: skip
 
 

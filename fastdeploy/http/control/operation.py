@@ -79,6 +79,12 @@ def health_router(context: ServingContext) -> APIRouter:
     client, config = context.client, context.config
     started = int(time.time())
 
+    def no_engine(reason: str) -> Response:
+        if (loading := client.loading) is None:
+            return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
+        what = {"stage": loading.stage, "share": loading.share}
+        return json_response({"status": "loading", "reason": reason, "loading": what}, 503, {"Retry-After": "2"})
+
     @router.get("/health")
     @RouteAccess.OPEN
     async def health() -> Response:
@@ -86,7 +92,7 @@ def health_router(context: ServingContext) -> APIRouter:
         is being replaced because it died or was stuck."""
         if client.welcome is not None and client.connected.is_set():
             return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return _no_engine(client.missing_because)
+        return no_engine(client.missing_because)
 
     @router.get("/liveness")
     @RouteAccess.OPEN
@@ -96,7 +102,7 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return _no_engine(error.message)
+            return no_engine(error.message)
         return json_response({"status": "ok"})
 
     @router.get("/ready")
@@ -107,9 +113,9 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             status = await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return _no_engine(error.message)
+            return no_engine(error.message)
         if reason := client.closed_because:
-            return _no_engine(reason)
+            return no_engine(reason)
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})
@@ -154,7 +160,3 @@ def health_router(context: ServingContext) -> APIRouter:
         ]
 
     return router
-
-
-def _no_engine(reason: str) -> Response:
-    return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
