@@ -35,7 +35,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "image_data", "input_embeds", "json_schema", "kv_transfer_params", "logits_processors", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
-        "structural_tag", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
+        "structural_tag", "suffix", "truncate_prompt_tokens",
         "video_data", "vllm_xargs", "watermark",
     ), EMPTY),
     "web_search_options": (None,),  # {} asks for a search
