@@ -1,8 +1,8 @@
 """The limit of the tokens of reasoning: behind so many tokens, the tokens that end the reasoning are the only ones that
 may be drawn.
 
-Like the state of a grammar, all of it is a function of the tokens of the sequence. So it is the same for a sequence that
-was preempted or resubmitted, and behind drafts.
+Like the state of a grammar, all of it is a function of the sequence's tokens. So it is the same for a sequence that was
+preempted or resubmitted, and behind drafts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fastdeploy.core.sampling_params import SamplingParams
 
 
 class ReasoningBudget:
-    """The budget of one sequence. prompt: its tokens without those of an earlier attempt, which are output. Reasoning is
-    open behind the id that opens it, until the id that closes it. The tokens of the prompt do not count.
+    """The budget of one sequence. prompt: its tokens without those of an earlier attempt, which are output. Reasoning
+    is open behind the id that opens it, until the id that closes it. The tokens of the prompt do not count.
 
     num_read: output tokens that were read."""
 

@@ -23,7 +23,7 @@ class LogitsProcessorsArgs(Body):
 
     logit_bias: dict[str, float] | None = None
     thinking_budget: Budget | None = None
-    think_stop_sentence: str | None = Field(None, max_length=64 * MAX_REASONING_END)
+    think_stop_sentence: Annotated[str, Field(max_length=64 * MAX_REASONING_END)] | None = None
 
 
 async def reasoning_limit(
