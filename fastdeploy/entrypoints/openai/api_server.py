@@ -1,4 +1,5 @@
-"""``python -m fastdeploy.entrypoints.openai.api_server FLAGS``: the same as ``fastdeploy serve FLAGS``."""
+"""``python -m fastdeploy.entrypoints.openai.api_server FLAGS``: ``fastdeploy serve --fastdeploy-form FLAGS``. Who starts
+the server by FastDeploy's name of it has FastDeploy's clients."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from fastdeploy.entrypoints.cli.main import main as run_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fastdeploy serve`` with the flags ``argv`` and return the exit status."""
-    return run_command(["serve", *(sys.argv[1:] if argv is None else argv)])
+    return run_command(["serve", "--fastdeploy-form", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":
