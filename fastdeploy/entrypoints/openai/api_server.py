@@ -1,5 +1,7 @@
-"""``python -m fastdeploy.entrypoints.openai.api_server FLAGS``: ``fastdeploy serve --fastdeploy-form FLAGS``. Who starts
-the server by FastDeploy's name of it has FastDeploy's clients."""
+"""``python -m fastdeploy.entrypoints.openai.api_server FLAGS``: ``fastdeploy serve --fastdeploy-form FLAGS``.
+
+Who starts the server by this name has clients of PaddlePaddle/FastDeploy.
+"""
 
 from __future__ import annotations
 
