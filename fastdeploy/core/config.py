@@ -160,6 +160,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
     return_sampling_mask: Annotated[bool, _request("vllm's route tells the ids that each token was drawn from")] = False
     return_sampling_mask_logprobs: Annotated[bool, _request("and their log probabilities")] = False
+    fastdeploy_form: Annotated[bool, _request("the routes of chats, completions and sleep are FastDeploy's")] = False
     chat_template: Annotated[str, _request("Jinja, or a file of it, in place of the model's own template")] = ""
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
     tool_call_parser: Annotated[str, _request("format of tool calls; auto: the template's", TOOL_CALL_PARSERS)] = AUTO

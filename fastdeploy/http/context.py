@@ -151,6 +151,17 @@ class ServingContext:
     def vocab_size(self) -> int:
         return self.client.model_info.get("vocab_size", 2**31)
 
+    def reasoning_ids(self, field: str) -> tuple[int, int]:
+        """Return the tokens that open and close the reasoning of this model. Raises InvalidField for ``field``."""
+        reasoning = self.chat_format.reasoning
+        if reasoning is None:
+            raise InvalidField(field, "this model has no known format of reasoning; --reasoning-parser names one")
+        encode = self.require_tokenizer(field).encode_now
+        opens, closes = (encode(marker, False) for marker in (reasoning.opens, reasoning.closes))
+        if len(opens) != 1 or len(closes) != 1:
+            raise InvalidField(field, f"not supported: {reasoning.closes} is no single token of this model")
+        return opens[0], closes[0]
+
     def require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidField(field, "this model has no tokenizer: send token ids")
@@ -176,6 +187,9 @@ class ServingContext:
             fields["top_k"] = 0
         if fields.get("seed") == NO_SEED:
             fields["seed"] = None
+        if given.get("reasoning_max_tokens") is not None:
+            ids = given.get("reasoning_ids") or self.reasoning_ids("reasoning_max_tokens")
+            fields |= {"reasoning_ids": ids, "reasoning_end": given.get("reasoning_end") or ids[-1:]}
         params = SamplingParams(**fields).check()
         if params.return_sampling_mask and not (params.limits_tokens or params.temperature == 0):
             expected = "expected top_k, top_p or min_p with it: any token of the vocabulary can be drawn"

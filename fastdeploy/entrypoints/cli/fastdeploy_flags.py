@@ -70,7 +70,7 @@ def _speculation(text: str, _: Mapping[str, Any]) -> dict[str, Any]:
 FLAGS: tuple[Foreign, ...] = (
     # HTTP
     differs("port", "8180, and not 8000, without it"),
-    differs("host", "127.0.0.1, and not 0.0.0.0, without it. Other addresses: `--control-key`, or no control routes"),
+    differs("host", "127.0.0.1, and not 0.0.0.0, without it. On others, control routes need `--control-key`"),
     differs("workers", "1, and not 4, without it"),
     same("metrics_port"),
     no_effect("controller_port", "the control routes are at `--port`, or at `--control-port`"),
@@ -131,9 +131,12 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("seed", "a request without a seed gets one by chance; its field `seed` fixes it"),
     refused("enable_early_stop", "no early stop; set `stop` or a penalty in the request", "false", form=SWITCH),
     refused("early_stop_config", "no early stop; set `stop` or a penalty in the request", "{}", "null"),
-    no_effect("lm_head_fp32", "logits are always summed and returned in float32", SWITCH),
+    no_effect("lm_head_fp32", "sums and logits are always in float32", SWITCH),
     no_effect("moe_gate_fp32", NO_MIXTURE, SWITCH),
-    refused("logits_processors", "no code is loaded; `logit_bias` is always there", *BIASES, form=MANY),
+    refused(
+        "logits_processors", "`LogitBiasLogitsProcessor` alone is taken: `logit_bias` is always there",
+        *BIASES, form=MANY,
+    ),
     refused("enable_entropy", "no entropy; ask for log probabilities", "false", form=SWITCH),
     refused("model_impl", "the models are our own", "auto", "fastdeploy"),
     no_effect("deploy_modality", NO_IMAGES),

@@ -60,9 +60,9 @@ class Foreign(NamedTuple):
 
     def told(self) -> str:
         """Return the text of the docs, with the harmless values."""
-        if self.verdict is not Verdict.REFUSED or self.form is not Form.TEXT or not self.harmless:
-            return self.text
-        return f"{self.text}. Taken: {', '.join(f'`{value}`' for value in self.harmless if value)}"
+        taken = ", ".join(f"`{value}`" for value in self.harmless if value)
+        is_told = self.verdict is Verdict.REFUSED and self.form is Form.TEXT and taken
+        return f"{self.text}. Taken: {taken}" if is_told else self.text
 
 
 def same(name: str, text: str = "") -> Foreign:

@@ -112,7 +112,9 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
 
 
 def named_source(args: argparse.Namespace, field: str) -> str:
-    """Return how an error names the place of a setting: a flag if nothing else gave it."""
+    """Return how an error names the place of a setting: a flag if nothing else gave it. field: may be a variable."""
+    if field.isupper():
+        return field
     source: str = getattr(args, "sources", {}).get(field, DEFAULT)
     if source == DEFAULT or source.startswith("--"):
         return f"argument {source if source.startswith('--') else '--' + field.replace('_', '-')}"

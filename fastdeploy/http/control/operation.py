@@ -15,6 +15,7 @@ from fastapi import APIRouter
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import PlainTextResponse, Response
 
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import EngineError, InvalidField, ModelNotFound, NotLeader
 from fastdeploy.core.process import VERSION
 from fastdeploy.core.served_weights import adapter_scope
@@ -79,20 +80,12 @@ def health_router(context: ServingContext) -> APIRouter:
     client, config = context.client, context.config
     started = int(time.time())
 
-    def no_engine(reason: str) -> Response:
-        if (loading := client.loading) is None:
-            return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
-        what = {"stage": loading.stage, "share": loading.share}
-        return json_response({"status": "loading", "reason": reason, "loading": what}, 503, {"Retry-After": "2"})
-
     @router.get("/health")
     @RouteAccess.OPEN
     async def health() -> Response:
         """Answer 200 while the engine process lives, paused or not. Answer 503 with a reason while the engine loads, or
         is being replaced because it died or was stuck."""
-        if client.welcome is not None and client.connected.is_set():
-            return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return no_engine(client.missing_because)
+        return health_of(client)
 
     @router.get("/liveness")
     @RouteAccess.OPEN
@@ -102,7 +95,7 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return no_engine(error.message)
+            return _no_engine(client, error.message)
         return json_response({"status": "ok"})
 
     @router.get("/ready")
@@ -113,9 +106,9 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             status = await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return no_engine(error.message)
+            return _no_engine(client, error.message)
         if reason := client.closed_because:
-            return no_engine(reason)
+            return _no_engine(client, reason)
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})
@@ -160,3 +153,17 @@ def health_router(context: ServingContext) -> APIRouter:
         ]
 
     return router
+
+
+def health_of(client: ServingClient) -> Response:
+    """Return the answer of /health."""
+    if client.welcome is not None and client.connected.is_set():
+        return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
+    return _no_engine(client, client.missing_because)
+
+
+def _no_engine(client: ServingClient, reason: str) -> Response:
+    if (loading := client.loading) is None:
+        return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
+    what = {"stage": loading.stage, "share": loading.share}
+    return json_response({"status": "loading", "reason": reason, "loading": what}, 503, {"Retry-After": "2"})
