@@ -142,6 +142,7 @@ def plan_model(
     the config."""
     check_block_size(block_size)
     config = load_config(model_path)
-    ops = ops or get_ops(resolve_dtype(dtype, config))
+    dtype = resolve_dtype(dtype, config)
+    ops = ops or get_ops(dtype)
     memory = plan_memory(config, ops, block_size=block_size, quantization=quantization, **limits)
     return ModelPlan(config, ops, build_model(config, ops, memory.max_model_len, quantization), memory)
