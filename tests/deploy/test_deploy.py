@@ -23,7 +23,7 @@ from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.http.app import create_app
 from support.http_calls import route_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = ("server.yaml", "fleet.yaml")
 SERVE = make_parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr]
