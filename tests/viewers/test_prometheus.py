@@ -24,8 +24,8 @@ RANK = 16  # 360 KB for an adapter
 # pause can stop them.
 MAY_BE_ZERO = {
     "non_finite_rows_total", "non_finite_commits_total", "internal_errors_total", "trace_events_dropped_total",
-    "steps_abandoned_total", "engine_short_lives", "quantization", "requests_rejected_total", "request_version_lag_bucket",
-    "decode_step_seconds_total",
+    "steps_abandoned_total", "engine_short_lives", "quantization", "requests_rejected_total",
+    "request_version_lag_bucket", "decode_step_seconds_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",  # a slow machine drafts nothing
 }  # fmt: skip
 
