@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.workload import prompt_ids
 from benchmarks.mismatch import difference
 from benchmarks.ops import BLOCK, measure
 from benchmarks.step import make_steps
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
 from fastdeploy import LLM, SamplingParams
+from fastdeploy.bench.workload import prompt_ids
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.scoring import Scorer

@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import Dialect
-from benchmarks.lib.loads import PERCENTS, ServingStats, summarize
 from benchmarks.lib.report import Printer, json_flag, write_json
-from benchmarks.lib.timeline import StreamLog
-from benchmarks.lib.workload import closed_loop, completion, prompt_ids
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.stats import PERCENTS, ServingStats, summarize
+from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.bench.workload import closed_loop, completion, prompt_ids
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

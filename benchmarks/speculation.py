@@ -34,14 +34,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import make_model
-from benchmarks.lib.client import Client
 from benchmarks.lib.engines import ours
 from benchmarks.lib.processes import started
 from benchmarks.lib.report import Printer, json_flag, markdown, some_of, write_json
 from benchmarks.lib.text_models import write_editor, write_large_embedded
-from benchmarks.lib.workload import prompt_ids
 from examples.embedded_model import arithmetic, tokenizer
 from fastdeploy import LLM, SamplingParams
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.workload import prompt_ids
 from fastdeploy.scheduler.ngram_index import NgramIndex, Text
 
 SERVED = "model"

@@ -20,6 +20,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig, from_json
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.loading import read_loading
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.process_tree import BACKLOG
@@ -27,6 +28,7 @@ from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
 from fastdeploy.http.guards.keys import NO_KEYS, Keys, pop_keys
+from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
@@ -71,7 +73,10 @@ def make_server(
 
 async def serve(config: ApiServerConfig, process: ServerProcess) -> None:
     """Serve until a stop signal."""
-    client = EngineClient(ZmqConnector(config.endpoint), config.serve.stall_s)
+    loading_file = ipc_dir.loading_file(os.path.dirname(config.endpoint.removeprefix("ipc://")))
+    client = EngineClient(
+        ZmqConnector(config.endpoint), config.serve.stall_s, read_loading=lambda: read_loading(loading_file)
+    )
     await process.serve(client, config.serve)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.loading import ShowLoading
 from fastdeploy.core.runner import Runner
 
 
-def load_runner(config: EngineConfig) -> Runner:
-    """Load the model of ``config``. Raises FastDeployError or OSError if it cannot be served."""
+def load_runner(config: EngineConfig, show: ShowLoading = lambda state: None) -> Runner:
+    """Load the model of ``config``. show: called with how far this is. Raises FastDeployError or OSError if it cannot
+    be served."""
     from fastdeploy.worker.model_runner import ModelRunner
 
     return ModelRunner(
@@ -26,4 +28,5 @@ def load_runner(config: EngineConfig) -> Runner:
         max_lora_rank=config.max_lora_rank,
         standby_weights=config.standby_weights,
         engines_on_host=config.engines_on_host,
+        show=show,
     )

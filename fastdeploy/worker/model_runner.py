@@ -13,6 +13,7 @@ import paddle
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint
+from fastdeploy.core.loading import Loading, LoadingStage, ShowLoading
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NoneAllowed, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.roofline import StepRoofline
@@ -51,7 +52,7 @@ class ModelRunner:
     longest of the model, or of the KV cache if that is less. ops: by default the best ops that this machine can run.
     spill_dir: the folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie
     below one of these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see
-    StandbyCopy. quantization: see ``build_model``.
+    StandbyCopy. quantization: see ``build_model``. show: called with how far the start is.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -74,9 +75,11 @@ class ModelRunner:
         standby_weights: str = "auto",
         engines_on_host: int = 1,
         quantization: str | None = None,
+        show: ShowLoading = lambda state: None,
     ):
         paddle.set_device("cpu")
         check_block_size(block_size)
+        show(Loading(LoadingStage.PLAN))
         self.config = load_config(model_path)
         dtype = resolve_dtype(dtype, self.config)
         self.ops = ops if ops is not None else get_ops(dtype)
@@ -105,9 +108,10 @@ class ModelRunner:
         self.weights: ModelWeights | None = None
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self._fingerprint: str | None = None
-        staging = WeightStaging(self.model, self._standby)
+        staging = WeightStaging(self.model, self._standby, show=lambda *n: show(Loading(LoadingStage.WEIGHTS, *n)))
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
+        show(Loading(LoadingStage.KV_CACHE))
         self.cache: KVCache | None = self._new_cache(plan.num_blocks, block_size)
         self._cache_bytes = self.cache.nbytes
         self.info = ModelInfo(

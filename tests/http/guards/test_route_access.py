@@ -161,6 +161,26 @@ def test_only_the_control_port_answers_control_routes_and_it_answers_all_routes(
     assert code(CONTROL_ROUTE, DATA, BOTH, port=9000, control_port=9000) == "forbidden"
 
 
+def test_with_a_metrics_port_metrics_are_answered_there_only_and_nothing_else_but_health():
+    for port, expected in ((8180, "not_found"), (9000, "not_found"), (9001, None)):
+        assert code("/metrics", port=port, metrics_port=9001, control_port=9000) == expected
+    for path in (DATA_ROUTE, CONTROL_ROUTE, "/ui", "/docs"):
+        assert code(path, CONTROL, BOTH, port=9001, metrics_port=9001, control_port=9000) == "not_found"
+        assert code(path, CONTROL, BOTH, port=9000, metrics_port=9001, control_port=9000) is None
+    for path in ("/health", "/ready", "/liveness", "/version"):
+        assert code(path, port=9001, metrics_port=9001) is None
+        assert code(path, port=8180, metrics_port=9001) is None
+    assert code("/metrics", port=8180, metrics_port=8180) is None, "the same port: there is no second one"
+
+
+def test_a_server_with_a_metrics_port_answers_metrics_on_it(make_stack):
+    server = make_stack(metrics_port=0).server
+    assert server.http.get("/metrics").status_code == 404
+    with httpx.Client(base_url=server.urls["metrics_port"], timeout=30) as metrics:
+        assert "http_requests_total" in metrics.get("/metrics").text
+        assert metrics.post("/v1/completions", json={"prompt": [97]}).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("values", "key"),
     [([b"Bearer abc"], b"abc"), ([b"bearer   abc "], b"abc"), ([], None), ([b"Basic abc"], None), ([b"abc"], None),

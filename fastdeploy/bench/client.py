@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from benchmarks.lib.timeline import StreamLog
+from fastdeploy.bench.timeline import StreamLog
 
 MAX_CONNECTING = 128  # connections that are opened at the same time
 
