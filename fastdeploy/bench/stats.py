@@ -45,11 +45,12 @@ class ServingStats:
     e2e: Spread
 
 
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in PERCENTS})
+def spread(values: Sequence[float], percents: Sequence[int] = PERCENTS) -> Spread:
+    """Return mean and percentiles of ``values``."""
+    return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in percents})
 
 
-def summarize(logs: Sequence[StreamLog]) -> ServingStats:
+def summarize(logs: Sequence[StreamLog], percents: Sequence[int] = PERCENTS) -> ServingStats:
     """Return the figures of completed requests: those with a token and with exactly one end."""
     good = [log for log in logs if log.ended_once and log.tokens]
     bad = [log for log in logs if not (log.ended_once and log.tokens)]
@@ -65,8 +66,8 @@ def summarize(logs: Sequence[StreamLog]) -> ServingStats:
         output_tokens=tokens,
         tokens_per_s=tokens / duration if duration else 0.0,
         requests_per_s=len(good) / duration if duration else 0.0,
-        ttft=spread([log.tokens[0].at - log.sent_at for log in good]),
-        tpot=spread(tpot),
-        itl=spread([gap for log in good for gap in gaps(log)]),
-        e2e=spread([log.finals[0][0] - log.sent_at for log in good]),
+        ttft=spread([log.tokens[0].at - log.sent_at for log in good], percents),
+        tpot=spread(tpot, percents),
+        itl=spread([gap for log in good for gap in gaps(log)], percents),
+        e2e=spread([log.finals[0][0] - log.sent_at for log in good], percents),
     )

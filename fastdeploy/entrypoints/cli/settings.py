@@ -20,7 +20,7 @@ DEFAULT = "default"
 # Not settings, though a flag has the name: these variables hold the keys themselves, and are read with the keys.
 OTHER_MEANING = ("FASTDEPLOY_API_KEY", "FASTDEPLOY_CONTROL_KEY")
 SECRET = ("api_key", "control_key", "fleet_key_file")
-NOT_SETTINGS = ("help", "config", "folder")
+NOT_SETTINGS = ("help", "config", "folder", "json")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 FOREIGN = {row.name: row for row in FLAGS if row.form is not Form.OURS}
 
@@ -86,7 +86,7 @@ class SettingsParser(argparse.ArgumentParser):
             values.update(layer.ours)
             sources.update({name: layer.sources[name] for name in layer.ours})
             ranks.update(dict.fromkeys(layer.ours, rank))
-        values["folder"] = given.get("folder")
+        values.update({name: value for name, value in given.items() if name in NOT_SETTINGS})
         if values["folder"] is not None and ranks["model"] != len(layers) - 1:
             values["model"] = None  # the word on the command line is stronger
         for rank, layer in enumerate(layers):
