@@ -75,7 +75,7 @@ def form_router(context: ServingContext) -> APIRouter:
     @RouteAccess.OPEN
     @catching(lambda _: health_of(client))
     @while_normal
-    async def health(_: Request) -> Response:
+    async def health(request: Request) -> Response:
         return health_of(client)
 
     calls = Routes(router, read, envelope)
