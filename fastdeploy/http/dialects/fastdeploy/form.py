@@ -18,7 +18,7 @@ from fastdeploy.core.errors import (
     ServerBusy,
 )
 from fastdeploy.http.body import parse_body, read_generation
-from fastdeploy.http.calls import Route, Routes, catching, envelope, read
+from fastdeploy.http.calls import Route, Routes, catching, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.control.operation import health_of
@@ -78,7 +78,7 @@ def form_router(context: ServingContext) -> APIRouter:
     async def health(request: Request) -> Response:
         return health_of(client)
 
-    calls = Routes(router, read, envelope)
+    calls = Routes(router, read, envelope, envelope_error)
 
     @calls.post("/v1/sleep", SleepBody)
     async def sleep(body: SleepBody) -> dict[str, Any]:

@@ -24,9 +24,11 @@ from fastdeploy.inter_communicator import messages as m
 RANKS = {"dp_rank": 0, "local_dp_rank": 0}
 NO_POOLING = "this server has no pooling models: it answers /v1/completions and /v1/chat/completions"
 NO_EXPERTS = "this server does not move experts between devices: nothing needs to be rearranged"
-ABSENT = {
+NOT_HERE = {
     "/v1/reward": f"{NO_POOLING}; /v1/completions with echo and max_tokens 0 scores a text by its log probabilities",
     "/v1/embeddings": NO_POOLING,
+}
+ABSENT = {
     "/rearrange_experts": NO_EXPERTS,
     "/get_per_expert_tokens_stats": NO_EXPERTS,
     "/check_redundant": NO_EXPERTS,
@@ -76,6 +78,7 @@ def fastdeploy_router(context: ServingContext) -> APIRouter:
         """Load the weights that are in the folder of the model now, and serve again."""
         return await change(weights.load, "update model weight successfully", "model weight is updated")
 
+    add_absent_routes(router, NOT_HERE, access=RouteAccess.DATA)
     add_absent_routes(router, ABSENT)
     return router
 
