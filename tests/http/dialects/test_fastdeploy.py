@@ -160,7 +160,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
-        ({"reasoning_max_tokens": 5}, ("reasoning_max_tokens", "invalid_value", "no known format of reasoning")),
+        ({"thinking_token_budget": 5}, ("reasoning_max_tokens", "invalid_value", "no known format of reasoning")),
         ({"logprobs": True, "temperature": 0.5, "top_p_normalized_logprobs": True},
          ("top_p_normalized_logprobs", "invalid_value", "temp_scaled_logprobs")),
     ],
@@ -228,6 +228,11 @@ def test_a_message_of_an_earlier_reply_may_be_sent_back_as_it_came(formed):
     message = chat(formed, return_token_ids=True)["choices"][0]["message"]
     formed.engine.expect(AddRequest)
     assert sent(formed, messages=[USER, message, USER]).prompt_token_ids == [262, 97, 263, 97, 262, 97, 263]
+
+
+def test_a_limit_of_reasoning_has_no_effect_on_a_model_that_does_not_reason(formed):
+    formed.script(reply_with([97]))
+    assert sent(formed, reasoning_max_tokens=5).sampling.reasoning_max_tokens is None
 
 
 def test_a_limit_of_reasoning_reaches_the_engine_as_the_tokens_that_end_it(thinking):

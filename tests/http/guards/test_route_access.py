@@ -26,8 +26,8 @@ OPEN_ROUTE, DATA_ROUTE, CONTROL_ROUTE = "/health", "/v1/completions", "/v1/pause
 
 # The class of every route, so that none gets another one by accident.
 OPEN_PATHS = (
-    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ping", "/ready", "/ui", "/ui/page.css",
-    "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
+    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ping", "/ready", "/ui",
+    "/ui/page.css", "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
 )  # fmt: skip
 WATCH_PATHS = ("/ui/events",)
 DATA_PATHS = (
