@@ -157,6 +157,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"metadata": {"temperature": "hot"}}, ("temperature", "invalid_value", "Input should be a valid number")),
         ({"stream_options": {}}, ("stream_options", "invalid_value", "Stream options can only be defined")),
         ({"collect_metrics": True}, ("collect_metrics", "invalid_value", "not supported")),
+        ({"prompt_token_ids": [5000]}, ("prompt_token_ids", "invalid_value", "prompt_token_ids: token id 5000")),
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
@@ -271,6 +272,8 @@ def test_the_first_event_has_the_prompt_and_the_others_have_tokens_and_a_time(fo
         ("a", None, None), ("b", None, None)]  # fmt: skip
     assert others[0]["choices"][0]["arrival_time"] <= others[1]["choices"][0]["arrival_time"]
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 2
+    plain, *_ = events(formed.post("/v1/chat/completions", messages=[USER], stream=True))
+    assert plain["choices"][0]["delta"] | {"prompt_token_ids": None} == plain["choices"][0]["delta"]
     head, *others = events(formed.post("/v1/completions", prompt="xy", echo=True, stream=True, return_token_ids=True))
     assert (head["choices"][0]["text"], head["choices"][0]["prompt_tokens"]) == ("", "xy")
     assert others[0]["choices"][0]["text"] == "xya"

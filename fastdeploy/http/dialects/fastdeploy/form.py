@@ -34,6 +34,7 @@ from fastdeploy.inter_communicator import messages as m
 
 NOT_NORMAL = 304  # while the weights are not there. Such a reply has no body
 NATIVE_SLEEP = frozenset({"mode", "discard"})  # fields that ask for a native sleep, which keeps the weights
+FIELDS = {"input_ids": "prompt_token_ids"}  # native names of fields -> those that the client sent
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 
 
@@ -125,7 +126,9 @@ def failed(error: FastDeployError) -> Response:
     if isinstance(error, InvalidField):
         long = isinstance(error, ContextLengthExceeded)
         message = f"Input text is too long. {error.message}" if long else error.message
+        field = FIELDS.get(error.field, error.field)
         code = error.code if long else INVALID
-        shown = {"message": message, "type": "invalid_request_error", "code": code, "param": error.field}
+        shown = {"message": message.replace(f"{error.field}:", f"{field}:", 1), "code": code, "param": field}
+        shown["type"] = "invalid_request_error"
         return json_response({"error": shown}, STATUS[error.code])
     return error_response(error)
