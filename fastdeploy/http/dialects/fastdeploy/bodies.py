@@ -123,6 +123,8 @@ def native(context: ServingContext, data: dict[str, Any], is_chat: bool) -> dict
     _logprobs(body)
     _stream(body)
     (_chat if is_chat else _completion)(body)
+    if context.chat_format.reasoning is None:  # such a model does not reason: no limit can matter
+        body.pop("reasoning_max_tokens", None)
     known = (ChatBody if is_chat else CompletionBody).model_fields.keys() | UNSUPPORTED.keys() | IGNORED | {RAW_PROMPT}
     return {name: value for name, value in body.items() if name in known}
 
