@@ -99,6 +99,11 @@ class Tokenizer:
         return self._without_text[skip_special_tokens] - kept
 
     @property
+    def kind(self) -> str:
+        """The name of its class in transformers."""
+        return type(self._hf).__name__
+
+    @property
     def template(self) -> str:
         """The chat template, all of them if there are several, or "" if there is none."""
         template = self._hf.chat_template or ""

@@ -44,14 +44,13 @@ class LoadingReports:
 
 
 class LoadingLine:
-    """The supervisor's side: one line that moves on a terminal; in a log a line for each stage, and for a long stage
-    one every LOG_S seconds. moves: False = a log even on a terminal, since other servers write there, too."""
+    """The supervisor's side: one line that moves on a terminal, or one every LOG_S seconds in a log. So a short start
+    has none there. moves: False = a log even on a terminal, since other servers write there, too."""
 
     def __init__(self, moves: bool = True, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._out, self._clock = out or sys.stderr, clock
         self._moves = moves and self._out.isatty()
-        self._stage: LoadingStage | None = None
-        self._due = 0.0
+        self._due: float | None = None  # time of the next line in a log
         self._shown = False
 
     def show(self, state: Loading) -> None:
@@ -59,13 +58,16 @@ class LoadingLine:
             self._out.write(f"\r\x1b[Kfastdeploy: {state}")
             self._out.flush()
             self._shown = True
-        elif state.stage is not self._stage or self._clock() >= self._due:
-            self._stage, self._due = state.stage, self._clock() + LOG_S
+            return
+        now = self._clock()
+        if self._due is not None and now >= self._due:
             logger.info("loading: %s", state)
+        if self._due is None or now >= self._due:
+            self._due = now + LOG_S
 
     def end(self) -> None:
         """Remove the line from a terminal."""
         if self._shown:
             self._out.write("\r\x1b[K")
             self._out.flush()
-        self._shown, self._stage = False, None
+        self._due, self._shown = None, False

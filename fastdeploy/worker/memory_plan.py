@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models.interface import Model
+from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.worker.memory import free_memory, total_memory, weight_bytes
 
@@ -120,3 +123,26 @@ def _shared_kv_bytes(share: float, weights: int, engines_on_host: int) -> int:
         text = f"the weights, {need:.1f} GiB, leave no memory for a KV cache in {share:g} of {have:.1f} GiB"
         raise InvalidField("gpu_memory_utilization", text)
     return int(most)
+
+
+class ModelPlan(NamedTuple):
+    """The model of a folder with its settings, before a weight is read."""
+
+    config: ModelConfig
+    ops: Ops
+    model: Model
+    memory: MemoryPlan
+
+
+def plan_model(
+    model_path: str, *, dtype: str, quantization: str | None, block_size: int, ops: Ops | None = None, **limits: Any
+) -> ModelPlan:
+    """Read the config of the folder ``model_path``, and plan the model for these settings of ModelRunner. limits: see
+    ``plan_memory``. ops: None = the best ones for this machine. Raises InvalidField, which names a setting or a key of
+    the config."""
+    check_block_size(block_size)
+    config = load_config(model_path)
+    dtype = resolve_dtype(dtype, config)
+    ops = ops or get_ops(dtype)
+    memory = plan_memory(config, ops, block_size=block_size, quantization=quantization, **limits)
+    return ModelPlan(config, ops, build_model(config, ops, memory.max_model_len, quantization), memory)

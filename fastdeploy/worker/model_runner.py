@@ -20,14 +20,12 @@ from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
-from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
-from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
-from fastdeploy.worker.memory_plan import check_block_size, plan_memory, resolve_dtype
+from fastdeploy.worker.memory_plan import plan_model
 from fastdeploy.worker.roofline import measure_machine, step_roofline
 from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
@@ -78,27 +76,24 @@ class ModelRunner:
         show: ShowLoading = lambda state: None,
     ):
         paddle.set_device("cpu")
-        check_block_size(block_size)
         show(Loading(LoadingStage.PLAN))
-        self.config = load_config(model_path)
-        dtype = resolve_dtype(dtype, self.config)
-        self.ops = ops if ops is not None else get_ops(dtype)
-        self._sampler = Sampler(self.ops)
-        self._sequences = Sequences(block_size)
-        self._masks = TokenMaskMaker(model_path, self.config.vocab_size, self.config.eos_token_ids)
-        plan = self.plan = plan_memory(
-            self.config,
-            self.ops,
+        self.config, self.ops, self.model, plan = plan_model(
+            model_path,
+            dtype=dtype,
+            quantization=quantization,
             block_size=block_size,
+            ops=ops,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             engines_on_host=engines_on_host,
             memory_share=memory_share,
-            quantization=quantization,
         )
-        self.model = build_model(self.config, self.ops, plan.max_model_len, quantization)
+        self._token_bytes = plan.token_bytes
+        self._sampler = Sampler(self.ops)
+        self._sequences = Sequences(block_size)
+        self._masks = TokenMaskMaker(model_path, self.config.vocab_size, self.config.eos_token_ids)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
@@ -116,7 +111,7 @@ class ModelRunner:
         self._cache_bytes = self.cache.nbytes
         self.info = ModelInfo(
             name=Path(model_path).resolve().name,
-            dtype=dtype,
+            dtype=self.ops.dtype,
             vocab_size=self.config.vocab_size,
             max_model_len=plan.max_model_len,
             eos_token_ids=self.config.eos_token_ids,
@@ -147,7 +142,7 @@ class ModelRunner:
             return None
         linears = [value for value in self.weights.values.values() if not isinstance(value, paddle.Tensor)]
         machine = measure_machine(self.ops, linears, self.model.quantization)
-        return None if machine is None else step_roofline(self.model, machine, self.plan.token_bytes)
+        return None if machine is None else step_roofline(self.model, machine, self._token_bytes)
 
     @property
     def has_weights(self) -> bool:

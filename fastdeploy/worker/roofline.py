@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from fastdeploy.core.roofline import Machine, StepRoofline
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.cpu import CpuOps
@@ -13,6 +15,7 @@ from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
 PASSES = 3  # over the weights; the fastest counts, since other processes only make one slower
 PEAK_ROUNDS = 2000  # of multiplications in registers, some 20 ms on two cores
 LINE_BYTES = 1 << 16  # the probe reads whole pieces of this size
+COLUMNS = 1024  # of the weight that is made for a probe
 TYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -32,6 +35,15 @@ def measure_machine(ops: Ops, weights: Sequence[PackedLinear], quantization: str
         operations = ops.probe_peak(PEAK_ROUNDS)
         peak = operations / _fastest_s(lambda: ops.probe_peak(PEAK_ROUNDS))
     return Machine(nbytes / _fastest_s(read), peak)
+
+
+def probe_machine(ops: Ops, nbytes: int, quantization: str | None) -> Machine | None:
+    """As :func:`measure_machine`, with a weight of about ``nbytes`` that is made for it: the weights are not there."""
+    if not isinstance(ops, CpuOps):
+        return None
+    rows = max(nbytes // (COLUMNS * TYPE_BYTES[ops.dtype]), 1)
+    values = np.zeros((rows, COLUMNS), np.uint16 if ops.dtype == "bfloat16" else np.float32)
+    return measure_machine(ops, [ops.pack_linear([values])], quantization)
 
 
 def _fastest_s(call: Callable[[], object]) -> float:

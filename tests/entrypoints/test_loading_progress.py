@@ -76,17 +76,18 @@ def test_a_terminal_has_one_line_that_moves_and_ends():
 
 
 @pytest.mark.parametrize("out", [io.StringIO(), Terminal()])
-def test_a_log_has_a_line_for_each_stage_and_each_few_seconds(out, caplog):
+def test_a_log_has_a_line_each_few_seconds_and_none_of_a_short_start(out, caplog):
     clock = Clock()
     line = LoadingLine(moves=not isinstance(out, Terminal), out=out, clock=clock)
     with caplog.at_level(logging.INFO):
-        for done in (0, 1, 2, 3):
-            line.show(weights(done * GB))
+        line.show(Loading(LoadingStage.PLAN))
+        for done in (0, 1, 2, 3, 4):
             clock.now += LOG_S / 2
-        line.show(Loading(LoadingStage.KV_CACHE))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"loading: {state}" for state in (weights(0), weights(2 * GB), Loading(LoadingStage.KV_CACHE))
-    ]
+            line.show(weights(done * GB))
+        line.end()
+        clock.now += LOG_S
+        line.show(Loading(LoadingStage.PLAN))
+    assert [record.getMessage() for record in caplog.records] == [f"loading: {weights(n * GB)}" for n in (1, 3)]
     assert out.getvalue() == ""
 
 

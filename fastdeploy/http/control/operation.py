@@ -95,7 +95,7 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return no_engine(client, error.message)
+            return _no_engine(client, error.message)
         return json_response({"status": "ok"})
 
     @router.get("/ready")
@@ -106,9 +106,9 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             status = await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return no_engine(client, error.message)
+            return _no_engine(client, error.message)
         if reason := client.closed_because:
-            return no_engine(client, reason)
+            return _no_engine(client, reason)
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})
@@ -159,11 +159,10 @@ def health_of(client: ServingClient) -> Response:
     """Return the answer of /health."""
     if client.welcome is not None and client.connected.is_set():
         return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-    return no_engine(client, client.missing_because)
+    return _no_engine(client, client.missing_because)
 
 
-def no_engine(client: ServingClient, reason: str) -> Response:
-    """Return a 503 that says what is missing, and while an engine loads, how much of the weights was read."""
+def _no_engine(client: ServingClient, reason: str) -> Response:
     if (loading := client.loading) is None:
         return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
     what = {"stage": loading.stage, "share": loading.share}

@@ -338,7 +338,7 @@ def test_models_metrics_and_version(module_stack):
     model = module_stack.http.get("/v1/models").json()["data"][0]
     assert (model["id"], model["max_model_len"]) == ("tiny", 128)
     metrics = module_stack.http.get("/metrics/")
-    assert metrics.text.startswith("fastdeploy:") and metrics.headers["content-type"].startswith("text/plain")
+    assert "\nfastdeploy:" in metrics.text and metrics.headers["content-type"].startswith("text/plain")
     assert module_stack.http.get("/version").json()["version"]
 
 
