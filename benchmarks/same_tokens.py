@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ def rows(outputs: Sequence[Any]) -> list[Any]:
         [
             (
                 list(choice.token_ids),
-                [(one.logprob.hex(), [(token, value.hex()) for token, value in one.top]) for one in choice.logprobs],
-                [one.logprob.hex() for one in choice.prompt_logprobs or []],
+                [(one.logprob.hex(), [(token, value.hex()) for token, value in one.top]) for one in choice.entries],
+                [one.logprob.hex() for one in output.prompt_entries or []],
                 choice.finish_reason,
             )
-            for choice in output.choices
+            for choice in output.outputs
         ]
         for output in outputs
     ]
@@ -58,7 +59,7 @@ def checksum(model: str | None, dtype: str, count: int) -> str:
     with LLM(model, dtype=dtype, num_gpu_blocks_override=512, max_model_len=512, max_num_seqs=16) as llm:
         results = [
             rows(llm.generate(prompts, greedy)),
-            rows(llm.generate(prompts, sampled, n=2)),
+            rows(llm.generate(prompts, [replace(one, n=2) for one in sampled])),
             rows(llm.generate(prompts[:8], of_prompts)),
         ]
     return hashlib.sha256(json.dumps(results).encode()).hexdigest()
