@@ -109,6 +109,11 @@ class Completions(Sequence[CompletionOutput]):
     def __iter__(self) -> Iterator[CompletionOutput]:
         return iter(self._choices)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Completions) and self._choices == other._choices
+
+    __hash__ = None  # type: ignore[assignment]  # choices can be changed
+
     def __repr__(self) -> str:
         return repr(list(self._choices))
 

@@ -21,6 +21,8 @@ SHARED = (
     "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs_mode", "logprob_token_ids",
     "return_sampling_mask", "return_sampling_mask_logprobs", "allowed_token_ids",
 )  # fmt: skip
+MAX_BIAS = 100.0
+LEAST_TOP_P = 1e-5  # FastDeploy's meaning of 0: the best token alone
 WHOLE_VOCABULARY = -1  # of logprobs and prompt_logprobs
 
 
@@ -53,8 +55,9 @@ class SamplingParams:
     ``logits_processors_args`` are named. None = not given: then the value of the HTTP routes holds. Raises InvalidField
     for a value that is out of range.
 
-    n: choices. best_of: 1 or None. top_k: 0 and -1 are off. seed: None or -1 = a new one for each prompt, which the
-    output tells.
+    n: choices. best_of: 1 or None.
+    top_p: 0 is the best token alone. top_k: 0 and -1 are off.
+    seed: None or -1 = a new one for each prompt, which the output tells.
     stop: texts that end a choice. stop_seqs_len: has no effect; it is the length of ``stop``.
     max_tokens: None = as many as the context has room for. min_tokens: FastDeploy's default is 1, which forbids EOS as
     the first token; here tokens are drawn from the model's own distribution unless you ask for less.
@@ -63,7 +66,8 @@ class SamplingParams:
     temp_scaled_logprobs: the same as logprobs_mode "temperature"; together with top_p_normalized_logprobs, the same as
     logprobs_mode "processed".
     bad_words: texts that are not written. bad_words_token_ids: ids that are not drawn.
-    logits_processors_args: only {"logit_bias": {token id: number}}, the same as ``logit_bias``.
+    logits_processors_args: only {"logit_bias": {token id: number}}, the same as ``logit_bias``; but a number above 100,
+    or below -100, counts as that.
 
     logprobs_mode to allowed_token_ids: see core/sampling_params.py. logit_bias: by token id. detokenize: False = the
     choices have no text.
@@ -133,6 +137,8 @@ class SamplingParams:
     def shared(self) -> dict[str, Any]:
         """Return the given fields that the engine's parameters have, too. A sequence is a tuple there."""
         given = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
+        if given.get("top_p") == 0:
+            given["top_p"] = LEAST_TOP_P
         return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
     def mode(self) -> str | None:
@@ -151,7 +157,7 @@ class SamplingParams:
         if self.logits_processors_args is None:
             return self.logit_bias
         given = dict(self.logits_processors_args)
-        bias: Mapping[int, float] | None = given.pop("logit_bias", None)
-        if given or self.logit_bias is not None:
+        bias: Any = given.pop("logit_bias", None)
+        if given or self.logit_bias is not None or not isinstance(bias, Mapping):
             raise InvalidField("logits_processors_args", "expected {'logit_bias': {token id: number}} alone")
-        return bias
+        return {token: max(-MAX_BIAS, min(value, MAX_BIAS)) for token, value in bias.items()}

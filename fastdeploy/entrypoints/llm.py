@@ -113,7 +113,10 @@ class LLM:
             that stops iterating cancels the rest.
         lora_name: the adapter, one for all prompts or one per prompt; None = the base model.
         fields: further fields of core.request_fields.RequestFields, one value for all prompts or a list with one per
-            prompt. A single first_choice is for the first prompt; the choices of the next prompts are numbered on.
+            prompt.
+
+        The tokens of a prompt depend on its seed, and not on the prompts beside it: two equal prompts with one seed get
+        equal tokens. Ask for ``n`` choices of one prompt, or give no seed, to draw apart.
 
         A choice with logits that are not finite ends with finish_reason "error", a ``message`` and the tokens before.
         Other choices are not affected. Raises RequestError for a refused prompt (ModelNotFound for an unknown adapter),
@@ -265,7 +268,7 @@ class LLM:
     ) -> list[RequestOutput] | Iterator[StepOutputs]:
         """See :meth:`generate`. All prompts are checked before the first one is sent."""
         params = params_of(sampling_params, len(prompts))
-        own = fields_of(fields, lora_name, params)
+        own = fields_of(fields, lora_name, len(prompts))
         prepared = self._run(self._prepare(list(zip(prompts, params, own, strict=True)), chat))
         if stream:
             steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()

@@ -39,7 +39,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "routing_replay_config": (None, {}),
 }
 VALUES: Mapping[str, Mapping[Any, Any]] = {
-    "quantization": {"wint8": "int8"},
+    "quantization": {"wint8": "int8", "None": None},
     "logprobs_mode": {"raw_logprobs": "raw", "processed_logprobs": "processed"},
 }
 

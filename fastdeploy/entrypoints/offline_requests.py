@@ -74,15 +74,11 @@ def per_prompt(field: str, value: Any, num_prompts: int) -> Sequence[Any]:
     return value
 
 
-def fields_of(given: Mapping[str, Any], lora_name: Any, params: Sequence[SamplingParams]) -> list[dict[str, Any]]:
-    """Return the fields of a body that are not of its prompt or its sampling, for each prompt. given: of RequestFields.
-    A single first_choice is that of the first prompt, and the choices of the next ones are numbered on."""
-    count = len(params)
+def fields_of(given: Mapping[str, Any], lora_name: Any, count: int) -> list[dict[str, Any]]:
+    """Return the fields of a body that are not of its prompt or its sampling, for each of ``count`` prompts. given: of
+    RequestFields, one value for all prompts or a list."""
     if unknown := sorted(given.keys() - FIELDS):
         raise InvalidField(unknown[0], "unknown field")
-    first = given.get("first_choice", 0)
-    if type(first) is int:
-        given = {**given, "first_choice": [first + sum(one.n for one in params[:i]) for i in range(count)]}
     own = {name: per_prompt(name, value, count) for name, value in given.items()}
     names = per_prompt("lora_name", lora_name, count)
     if not all(name is None or isinstance(name, str) for name in names):

@@ -29,11 +29,14 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 class RolloutModelConfig:
     """The settings of a ``RolloutModel``, by FastDeploy's names and with its defaults; but tensor_parallel_size is 1.
 
-    model_name_or_path: a checkpoint folder. dynamic_load_weight: True = the tensors take no memory until the trainer
-    writes them; False = the folder's weights are loaded. dtype, max_model_len, max_num_seqs, max_num_batched_tokens and
-    enable_prefix_caching are those of an engine. lm_head_fp32: the output layer is float32.
-    quantization "wint8" has no effect: the trainer writes plain weights, and the server quantizes them. All other settings are
-    taken and have no effect, or are refused by name if they ask for what is not here (InvalidField)."""
+    model_name_or_path: a checkpoint folder.
+    dynamic_load_weight: True = the tensors take no memory until the trainer writes them; False = they are loaded.
+    dtype, max_model_len, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: those of an engine.
+    lm_head_fp32: the output layer is float32.
+    quantization: "wint8" has no effect, since the trainer writes plain weights, and the server quantizes them.
+
+    All other settings are taken and have no effect, or are refused by name if they ask for what is not here
+    (InvalidField)."""
 
     def __init__(
         self,

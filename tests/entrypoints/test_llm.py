@@ -177,7 +177,7 @@ def test_a_field_has_one_value_for_all_prompts_or_one_per_prompt(llm):
     prompts = [[1, 2], [3, 4]]
     sampled = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     single = llm.generate(prompts, sampled, first_choice=7, cache_salt="ab")
-    lists = llm.generate(prompts, sampled, first_choice=[7, 8], priority=[1, 0])
+    lists = llm.generate(prompts, sampled, first_choice=[7, 7], priority=[1, 0])
     assert [o.outputs[0].token_ids for o in single] == [o.outputs[0].token_ids for o in lists]
     for bad in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
         with pytest.raises(errors.InvalidField) as info:

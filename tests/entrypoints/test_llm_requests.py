@@ -78,7 +78,8 @@ def test_an_output_is_read_as_fastdeploy_and_as_vllm_name_it(llm):
         assert at[token].logprob == logprob and at[token].decoded_token == llm.tokenizer.token_text(token)
     assert output.prompt_logprobs[0] is None
     assert [list(at) for at in output.prompt_logprobs[1:]] == [[token] for token in output.prompt_token_ids[1:]]
-    [without] = llm.generate("12+3", GREEDY)
+    [without], [again] = (llm.generate("12+3", GREEDY) for _ in range(2))
+    assert without.outputs == again.outputs != output.outputs
     assert without.outputs.logprobs is without.outputs.token_logprobs is without.prompt_logprobs is None
     assert without.seed is not None
 
@@ -163,12 +164,14 @@ def test_reasoning_and_calls_are_taken_out_of_the_text_of_a_chat(llm):
 
 def test_parameters_reach_the_engine_by_their_meaning(llm, monkeypatch):
     params = SamplingParams(
-        max_tokens=4, top_k=-1, stop_token_ids=[7], bad_words_token_ids=[9, 11], temp_scaled_logprobs=True, logprobs=0,
-        logits_processors_args={"logit_bias": {3: 1.5}}, bad_words=["1"], min_tokens=2, seed=-1,
+        max_tokens=4, top_k=-1, top_p=0.0, stop_token_ids=[7], bad_words_token_ids=[9, 11], temp_scaled_logprobs=True,
+        logprobs=0,
+        logits_processors_args={"logit_bias": {3: 1.5, 4: 1e5}}, bad_words=["1"], min_tokens=2, seed=-1,
     )  # fmt: skip
     found = sent(llm, params, monkeypatch)
     assert (found.max_tokens, found.top_k, found.min_tokens, found.stop_token_ids) == (4, 0, 2, (7,))
-    assert found.logprobs_mode == "temperature" and found.logit_bias == ((3, 1.5),)
+    assert 0 < found.top_p < 1e-4
+    assert found.logprobs_mode == "temperature" and found.logit_bias == ((3, 1.5), (4, 100.0))
     assert {(9,), (11,)} < set(found.bad_words) and found.seed is not None
 
 
@@ -180,7 +183,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("temperature", -1), ("top_p", 0.0), ("top_k", -2), ("max_tokens", 0), ("min_tokens", -1),
+        ("n", 0), ("temperature", -1), ("top_p", -0.1), ("top_k", -2), ("max_tokens", 0), ("min_tokens", -1),
         ("logprobs", -2), ("logprobs", 5000), ("top_p_normalized_logprobs", True), ("seed", -5), ("min_p", 2),
         ("logits_processors_args", {"mine": 1}), ("stop_token_ids", [-1]), ("logprobs_mode", "some"),
     ],

@@ -69,12 +69,13 @@ def texts(replies: list) -> list[tuple[int, ...]]:
     return [tuple(choice.token_ids) for reply in replies for choice in reply.outputs]
 
 
-def test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone(llm):
-    ids = prompt(9, 211)
-    drawn = texts(llm.generate([ids] * 3, params(LENGTH, n=2)))
+def test_a_seed_draws_the_same_beside_any_prompts_and_other_choices_draw_apart(llm):
+    ids, other = prompt(9, 211), prompt(12, 211)
+    drawn = texts(llm.generate([ids], params(LENGTH, n=6)))
     assert len(set(drawn)) == 6
-    assert texts(llm.generate([ids] * 3, params(LENGTH, n=2))) == drawn, "a seed reproduces all of them"
-    assert texts(llm.generate([ids] * 2, params(LENGTH, n=2), first_choice=2)) == drawn[2:]
+    assert texts(llm.generate([other, ids], params(LENGTH, n=2)))[2:] == drawn[:2], "the place in a batch counts"
+    assert texts(llm.generate([ids] * 2, params(LENGTH))) == [drawn[0]] * 2
+    assert texts(llm.generate([ids] * 2, params(LENGTH, n=2), first_choice=2)) == drawn[2:4] * 2
     assert texts(llm.generate([ids] * 2, params(LENGTH), first_choice=[5, 0])) == [drawn[5], drawn[0]]
 
 
