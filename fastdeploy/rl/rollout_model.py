@@ -3,8 +3,11 @@ models, so that a trainer's code writes them as before. ``checkpoint`` gives wha
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import paddle
@@ -13,7 +16,7 @@ from paddle import nn
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.serving_dtype import widen
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models import CONFIG, GENERATION, build_model, load_config
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.rollout_layout import (
@@ -28,6 +31,7 @@ from fastdeploy.rl.rollout_config import RolloutModelConfig
 from fastdeploy.rl.state_encoding import host_tensors, write_folder
 
 WITHOUT_PARAMETERS = 2  # max_model_len: parameters do not depend on it
+OF_PADDLE = frozenset({"dtype", "source", "paddleformers_version"})  # keys that say: the weights are [in, out]
 COMPUTED = ".inv_freq"  # buffers in old checkpoints, which no model reads
 Weight = tuple[str, Any]
 
@@ -100,9 +104,15 @@ class RolloutModel(nn.Layer):
         return found
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``checkpoint`` to ``folder``/model.safetensors, which ``LLM.update_weights`` and /v1/update_weights
+        """Write ``checkpoint`` and its config.json to a folder, which ``LLM.update_weights`` and /v1/update_weights
         take. The folder must exist. Raises InvalidField as ``checkpoint`` does, and OSError."""
-        write_folder(host_tensors(self.checkpoint()), folder)
+        old, new = Path(self.fd_config.model), Path(folder)
+        config = json.loads((old / CONFIG).read_text())
+        kept = {key: value for key, value in config.items() if key not in OF_PADDLE}
+        (new / CONFIG).write_text(json.dumps(kept | {"torch_dtype": self.fd_config.dtype}, indent=1))
+        if (old / GENERATION).exists():
+            shutil.copyfile(old / GENERATION, new / GENERATION)
+        write_folder(host_tensors(self.checkpoint()), new)
 
     def _new_layer(self) -> nn.Layer:
         """Return a layer with all tensors, which take no memory yet."""
@@ -129,7 +139,6 @@ class _Loader:
     def __init__(self, layer: nn.Layer, fused: Sequence[FusedTensor], decoder: str):
         self._layer, self._state = layer, layer.state_dict()
         self._known = {one.name: one for one in fused}
-        self._trained = {one.trained: one for one in fused}
         self._parts = by_checkpoint_name(fused, decoder)
         self._decoder = decoder
         self._missing = {name: None for one in fused for name, _ in one.parts}
@@ -142,7 +151,7 @@ class _Loader:
         shape = tuple(value.shape)
         if (one := self._parts.get(name)) is not None:
             self._add_part(name, one, value, shape)
-        elif (one := self._known.get(name) or self._trained.get(name)) is not None:
+        elif (one := self._known.get(name)) is not None:
             if shape != one.shape:
                 raise InvalidField(name, f"expected the shape {list(one.shape)}, got {list(shape)}")
             self._state[one.name].set_value(value.astype(self._state[one.name].dtype))
