@@ -25,7 +25,9 @@ from benchmarks.make_adapters import main as make_adapters
 from e2e.fleet_server import FleetServer
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, fleet_config, launcher_spec, make_parser, put_fleet_key
+from fastdeploy.entrypoints.cli.flags import configs, put_fleet_key
+from fastdeploy.entrypoints.cli.fleet import fleet_config, launcher_spec
+from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.http.guards.keys import read_keys
 from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
 from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables

@@ -124,7 +124,8 @@ def run_server(
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
     try:
-        process = ServerProcess(keys, pop_fleet_key(os.environ), load_tokenizer(config.serve.model), listeners, events)
+        tokenizer = load_tokenizer(config.serve.model, config.serve.chat_template)
+        process = ServerProcess(keys, pop_fleet_key(os.environ), tokenizer, listeners, events)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

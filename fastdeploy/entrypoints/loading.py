@@ -17,6 +17,7 @@ def load_runner(config: EngineConfig) -> Runner:
         block_size=config.block_size,
         num_blocks=config.num_gpu_blocks_override,
         kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
+        memory_share=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -122,7 +122,7 @@ class Supervisor(ProcessTree):
             args,
             fds,
             signal.SIGKILL,
-            environment=with_fleet_key(self._keys.environment(os.environ), None),
+            environment=with_fleet_key(self._keys.environment(os.environ), None) | self._answer_counts(),
             own_session=self._own_sessions,
         )
 

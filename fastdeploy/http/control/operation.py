@@ -15,6 +15,7 @@ from fastapi import APIRouter
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import PlainTextResponse, Response
 
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import EngineError, InvalidField, ModelNotFound, NotLeader
 from fastdeploy.core.process import VERSION
 from fastdeploy.core.served_weights import adapter_scope
@@ -84,9 +85,7 @@ def health_router(context: ServingContext) -> APIRouter:
     async def health() -> Response:
         """Answer 200 while the engine process lives, paused or not. Answer 503 with a reason while the engine loads, or
         is being replaced because it died or was stuck."""
-        if client.welcome is not None and client.connected.is_set():
-            return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return _no_engine(client.missing_because)
+        return health_of(client)
 
     @router.get("/liveness")
     @RouteAccess.OPEN
@@ -123,7 +122,8 @@ def health_router(context: ServingContext) -> APIRouter:
     @RouteAccess.OPEN
     async def metrics() -> Response:
         result = await client.call(m.MetricsArgs())
-        return Response(result["text"], media_type="text/plain; version=0.0.4")
+        text = context.answer_counts.render() + result["text"]
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @router.get("/sessions/{session}/v1/models")
     @router.get("/v1/models")
@@ -153,6 +153,13 @@ def health_router(context: ServingContext) -> APIRouter:
         ]
 
     return router
+
+
+def health_of(client: ServingClient) -> Response:
+    """Return the answer of /health."""
+    if client.welcome is not None and client.connected.is_set():
+        return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
+    return _no_engine(client.missing_because)
 
 
 def _no_engine(reason: str) -> Response:

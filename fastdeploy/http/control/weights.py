@@ -55,8 +55,11 @@ def weights_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
     async def update_weights(request: Request) -> Response:
-        """Change the weights. A call with a version and no tensors changes only the label."""
+        """Change the weights. A call with a version and no tensors changes only the label; with --fastdeploy-form, it
+        loads the folder of the model."""
         body = await read(request, UpdateWeightsBody)
+        if context.config.fastdeploy_form and body.names_no_source and not is_upload(request):
+            body.model_path = context.config.model
         if body.names_no_source and not is_upload(request):
             return envelope(await client.call(_relabel(body)))
         fields = body.rest()

@@ -14,7 +14,9 @@ from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, launcher_spec, main, make_parser
+from fastdeploy.entrypoints.cli.flags import configs
+from fastdeploy.entrypoints.cli.fleet import launcher_spec
+from fastdeploy.entrypoints.cli.main import main, make_parser
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 
