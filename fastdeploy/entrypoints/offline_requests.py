@@ -130,7 +130,7 @@ async def prepare(
             data | _chat_logprobs(data) | dict(chat) | {"messages": prompt.messages}, ChatBody, UNSUPPORTED
         )
         request, shown = await chat_prompt.prepare(context, body), None
-        return Prepared(_finished(request, params), shown, body)
+        return Prepared(_seeded(request), shown, body)
     shown = prompt.text if prompt.ids is None else prompt.ids
     try:
         of_text = parse_body(data | {"prompt": shown}, CompletionBody, UNSUPPORTED)
@@ -139,7 +139,7 @@ async def prepare(
         if type(error) is InvalidField and error.field == "prompt":
             raise InvalidField("prompts", str(error).removeprefix("prompt: ")) from error
         raise
-    return Prepared(_finished(request, params), shown, None)
+    return Prepared(_seeded(request), shown, None)
 
 
 def _sampling_fields(context: ServingContext, params: SamplingParams) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _sampling_fields(context: ServingContext, params: SamplingParams) -> dict[st
         fields["logprobs_mode"] = mode
     if (bias := params.biases()) is not None:
         fields["logit_bias"] = {str(token): value for token, value in bias.items()}
-    for name in ("stop", "bad_words"):
+    for name in ("stop", "bad_words", "bad_words_token_ids"):
         if value := getattr(params, name):
             fields[name] = value if isinstance(value, str) else list(value)
     if params.guided_decoding is not None and (asked := params.guided_decoding.asked()):
@@ -169,17 +169,10 @@ def _chat_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
     return {} if top is None else {"logprobs": True, "top_logprobs": top}
 
 
-def _finished(request: GenerationRequest, params: SamplingParams) -> GenerationRequest:
-    """Add the seed, and the ids that no body has a field for."""
+def _seeded(request: GenerationRequest) -> GenerationRequest:
+    """Add a seed if there is none, so that the output can tell it."""
     [add] = request.requests
-    sampling = add.sampling.seeded()
-    if params.bad_words_token_ids:
-        words = (*sampling.bad_words, *((token,) for token in params.bad_words_token_ids))
-        try:
-            sampling = msgspec.structs.replace(sampling, bad_words=words).check()
-        except InvalidField as error:
-            raise InvalidField("bad_words_token_ids", "expected a list of token ids") from error
-    return request._replace(requests=[msgspec.structs.replace(add, sampling=sampling)])
+    return request._replace(requests=[msgspec.structs.replace(add, sampling=add.sampling.seeded())])
 
 
 def _prompt(given: Any) -> Prompt:

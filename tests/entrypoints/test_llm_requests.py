@@ -207,9 +207,15 @@ def test_guided_decoding_is_one_kind_and_holds(llm):
 
 
 def test_settings_of_fastdeploy_are_taken_changed_or_refused_by_name():
-    given = {"max_num_seqs": 4, "gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "quantization": "wint8"}
-    assert settings_of(given) == {"max_num_seqs": 4, "quantization": "int8"}
-    for name, value in (("tensor_parallel_size", 2), ("splitwise_role", "prefill"), ("no_such_name", None)):
+    given = {"max_num_seqs": 4, "swap_space": 9, "tensor_parallel_size": 1, "quantization": "wint8", "tokenizer": None,
+             "speculative_config": {"method": "ngram"}, "enable_mm": False,
+             "logits_processors": ["LogitBiasLogitsProcessor"]}  # fmt: skip
+    ours = {"max_num_seqs": 4, "quantization": "int8", "enable_speculative_decoding": True}
+    assert settings_of(given) == ours
+    assert settings_of({"quantization": "None", "load_strategy": "ipc_snapshot"}) == {}
+    refused = {"tensor_parallel_size": 2, "splitwise_role": "prefill", "no_such_name": None, "quantization": "wint4",
+               "logits_processors": ["mine"], "speculative_config": {"method": "mtp"}, "api_key": "k"}  # fmt: skip
+    for name, value in refused.items():
         with pytest.raises(errors.InvalidField, match=f"^{name}"):
             settings_of({name: value})
     with pytest.raises(errors.InvalidField, match="^max_num_seqs"):
