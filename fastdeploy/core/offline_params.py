@@ -22,7 +22,7 @@ SHARED = (
     "return_sampling_mask", "return_sampling_mask_logprobs", "allowed_token_ids",
 )  # fmt: skip
 MAX_BIAS = 100.0
-LEAST_TOP_P = 1e-5  # FastDeploy's meaning of 0: the best token alone
+COMBINED = ("return_sampling_mask", "return_sampling_mask_logprobs", "logprob_token_ids")  # need others, added later
 WHOLE_VOCABULARY = -1  # of logprobs and prompt_logprobs
 
 
@@ -63,11 +63,11 @@ class SamplingParams:
     the first token; here tokens are drawn from the model's own distribution unless you ask for less.
     reasoning_max_tokens, response_max_tokens: limits of the two parts of a chat's answer.
     logprobs, prompt_logprobs: so many of the best tokens at each position, beside the token itself; -1 = all.
-    temp_scaled_logprobs: the same as logprobs_mode "temperature"; together with top_p_normalized_logprobs, the same as
-    logprobs_mode "processed".
+    temp_scaled_logprobs: the same as logprobs_mode "temperature". top_p_normalized_logprobs: with it, or at temperature
+    1, the same as logprobs_mode "processed".
     bad_words: texts that are not written. bad_words_token_ids: ids that are not drawn.
-    logits_processors_args: only {"logit_bias": {token id: number}}, the same as ``logit_bias``; but a number above 100,
-    or below -100, counts as that.
+    logits_processors_args: of FastDeploy's own processors: logit_bias ({token id: number}; one above 100, or below
+    -100, counts as that), thinking_budget and think_stop_sentence.
 
     logprobs_mode to allowed_token_ids: see core/sampling_params.py. logit_bias: by token id. detokenize: False = the
     choices have no text.
@@ -117,7 +117,9 @@ class SamplingParams:
         """Raise InvalidField, which names the first field that is out of range. Fields may be changed later, so the
         ``LLM`` checks them again."""
         RequestFields(n=self.n).check_fields()
-        fields = self.shared()
+        fields = {name: value for name, value in self.shared().items() if name not in COMBINED}
+        if fields.get("top_p") == 0:
+            del fields["top_p"]
         if fields.get("top_k") == -1:
             del fields["top_k"]
         if fields.get("seed") == NO_SEED:
@@ -127,37 +129,21 @@ class SamplingParams:
                 fields[name] = getattr(self, name)
         if self.max_tokens is None:
             fields["max_tokens"] = max(1, self.min_tokens) if isinstance(self.min_tokens, int) else 1
-        if (mode := self.mode()) is not None:
-            fields["logprobs_mode"] = mode
-        fields.pop("return_sampling_mask", None)  # what it needs is added later
-        fields.pop("return_sampling_mask_logprobs", None)
-        fields.pop("logprob_token_ids", None)
         EngineParams(**fields).check()
+        self.processors_args()
 
     def shared(self) -> dict[str, Any]:
         """Return the given fields that the engine's parameters have, too. A sequence is a tuple there."""
         given = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
-        if given.get("top_p") == 0:
-            given["top_p"] = LEAST_TOP_P
         return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
-    def mode(self) -> str | None:
-        """Return the logprobs_mode that is asked for, in either spelling. Raises InvalidField for FastDeploy's
-        normalisation over top_p without its scaling."""
-        if self.temp_scaled_logprobs:
-            return "processed" if self.top_p_normalized_logprobs else "temperature"
-        if self.top_p_normalized_logprobs:
-            why = 'expected temp_scaled_logprobs with it: both together are logprobs_mode "processed"'
-            raise InvalidField("top_p_normalized_logprobs", why)
-        return self.logprobs_mode
-
-    def biases(self) -> Mapping[int, float] | None:
-        """Return the logit_bias that is asked for, in either spelling. Raises InvalidField for another argument of a
-        logits processor."""
+    def processors_args(self) -> dict[str, Any] | None:
+        """Return logits_processors_args as the HTTP routes take them. Raises InvalidField."""
         if self.logits_processors_args is None:
-            return self.logit_bias
-        given = dict(self.logits_processors_args)
-        bias: Any = given.pop("logit_bias", None)
-        if given or self.logit_bias is not None or not isinstance(bias, Mapping):
-            raise InvalidField("logits_processors_args", "expected {'logit_bias': {token id: number}} alone")
-        return {token: max(-MAX_BIAS, min(value, MAX_BIAS)) for token, value in bias.items()}
+            return None
+        args = dict(self.logits_processors_args)
+        if (bias := args.get("logit_bias")) is not None:
+            if not isinstance(bias, Mapping):
+                raise InvalidField("logits_processors_args", "expected a dict of token ids and numbers as logit_bias")
+            args["logit_bias"] = {str(token): max(-MAX_BIAS, min(value, MAX_BIAS)) for token, value in bias.items()}
+        return args

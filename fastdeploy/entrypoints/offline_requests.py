@@ -17,6 +17,7 @@ from fastdeploy.core.request_fields import AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32
 from fastdeploy.http.body import parse_body
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.fastdeploy.bodies import native
 from fastdeploy.http.openai import chat_prompt, completion
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 
@@ -125,15 +126,17 @@ async def prepare(
     data = {**_sampling_fields(context, params), **fields, "request_id": uuid.uuid4().hex}
     if name := data.pop("lora_name"):
         data["model"] = f"{context.config.served_model_name}:{name}"
+    seed = {"seed": data.pop("seed", None)}  # FastDeploy's largest one is smaller than ours
     if prompt.messages is not None:
-        body = parse_body(
-            data | _chat_logprobs(data) | dict(chat) | {"messages": prompt.messages}, ChatBody, UNSUPPORTED
-        )
-        request, shown = await chat_prompt.prepare(context, body), None
-        return Prepared(_seeded(request), shown, body)
+        data |= _chat_logprobs(data) | dict(chat) | {"messages": prompt.messages}
+        body = parse_body(native(context, data, is_chat=True) | seed, ChatBody, UNSUPPORTED)
+        return Prepared(_seeded(await chat_prompt.prepare(context, body)), None, body)
     shown = prompt.text if prompt.ids is None else prompt.ids
+    if data.get("response_max_tokens") is not None:
+        raise InvalidField("response_max_tokens", "expected a conversation; use max_tokens")
     try:
-        of_text = parse_body(data | {"prompt": shown}, CompletionBody, UNSUPPORTED)
+        data |= {"prompt": shown}
+        of_text = parse_body(native(context, data, is_chat=False) | seed, CompletionBody, UNSUPPORTED)
         request = await completion.prepare(context, of_text, None)
     except InvalidField as error:
         if type(error) is InvalidField and error.field == "prompt":
@@ -146,15 +149,16 @@ def _sampling_fields(context: ServingContext, params: SamplingParams) -> dict[st
     """Return the fields of a body for ``params``."""
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in params.shared().items()}
     plain = ("n", "best_of", "logprobs", "prompt_logprobs", "reasoning_max_tokens", "response_max_tokens",
-             "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # fmt: skip
+             "include_stop_str_in_output", "skip_special_tokens", "detokenize", "temp_scaled_logprobs",
+             "top_p_normalized_logprobs")  # fmt: skip
     fields |= {name: getattr(params, name) for name in plain if getattr(params, name) is not None}
     for name in ("logprobs", "prompt_logprobs"):
         if fields.get(name) == WHOLE_VOCABULARY:
             fields[name] = context.vocab_size
-    if (mode := params.mode()) is not None:
-        fields["logprobs_mode"] = mode
-    if (bias := params.biases()) is not None:
-        fields["logit_bias"] = {str(token): value for token, value in bias.items()}
+    if params.logit_bias is not None:
+        fields["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
+    if (args := params.processors_args()) is not None:
+        fields["logits_processors_args"] = args
     for name in ("stop", "bad_words", "bad_words_token_ids"):
         if value := getattr(params, name):
             fields[name] = value if isinstance(value, str) else list(value)
