@@ -16,6 +16,7 @@ from paddle import nn
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.serving_dtype import widen
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.models import CONFIG, GENERATION, build_model, load_config
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD
 from fastdeploy.model_executor.ops import get_ops
@@ -30,7 +31,7 @@ from fastdeploy.model_executor.safetensors_source import open_source
 from fastdeploy.rl.rollout_config import RolloutModelConfig
 from fastdeploy.rl.state_encoding import host_tensors, write_folder
 
-WITHOUT_PARAMETERS = 2  # max_model_len: parameters do not depend on it
+ANY_LENGTH = 2  # max_model_len: no tensor depends on it
 OF_PADDLE = frozenset({"dtype", "source", "paddleformers_version"})  # keys that say: the weights are [in, out]
 COMPUTED = ".inv_freq"  # buffers in old checkpoints, which no model reads
 Weight = tuple[str, Any]
@@ -48,7 +49,8 @@ class RolloutModel(nn.Layer):
         config = rollout_model_config
         self.fd_config = config.initialize()
         served = load_config(config.model)
-        self._fused = fused_tensors(build_model(served, get_ops(config.dtype), WITHOUT_PARAMETERS))
+        model = build_model(served, get_ops(config.dtype), ANY_LENGTH)
+        self._fused = fused_tensors(model)
         self._decoder = DECODERS.get(served.architecture, CHECKPOINT_DECODER)
         self._tied = served.tie_word_embeddings
         self._head_dtype = "float32" if config.lm_head_fp32 else config.dtype
@@ -56,8 +58,8 @@ class RolloutModel(nn.Layer):
         self.rollout_model = self._new_layer()
         if not config.dynamic_load_weight:
             with open_source(FolderSource(config.model)) as reader:
-                names = reader.entries
-                self.load_weights((name, paddle.to_tensor(widen(reader.read(name)))) for name in names)
+                describe(reader, model)
+                self.load_weights((name, widen(reader.read(name))) for name in reader.entries)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, paddle.Tensor]:
         """Return the tensors by FastDeploy's names: fused, and linears as [in, out]. The trainer writes into them."""
@@ -154,7 +156,7 @@ class _Loader:
         elif (one := self._known.get(name)) is not None:
             if shape != one.shape:
                 raise InvalidField(name, f"expected the shape {list(one.shape)}, got {list(shape)}")
-            self._state[one.name].set_value(value.astype(self._state[one.name].dtype))
+            self._state[one.name].set_value(value.astype(self._state[one.name].dtype).contiguous())
             for part, _ in one.parts:
                 self._missing.pop(part, None)
         else:
@@ -197,7 +199,7 @@ class _Loader:
     def _write(self, name: str, one: FusedTensor, value: Any) -> None:
         """Write a part, [in, out], to its place."""
         target, part = self._state[one.name], self._checkpoint_name(name, one)
-        value = value.astype(target.dtype)
+        value = value.astype(target.dtype).contiguous()  # a transposed view would stay one in the target
         if len(one.parts) == 1:
             target.set_value(value)
         else:

@@ -35,7 +35,7 @@ ENDS = {
     "model.embed_tokens.embeddings.weight": "model.embed_tokens.weight",
     "model.norm.weight": "model.norm.weight",
 }
-NAMES = ["qwen3", "qwen2_tied", "llama"]
+NAMES = ["qwen3", "qwen2_tied", "ernie_bias"]
 
 
 def model_of(folder: Path, **settings) -> RolloutModel:
@@ -88,24 +88,37 @@ def test_linears_are_fused_and_in_out_and_a_checkpoint_comes_back_bit_for_bit(ch
     assert_same(values(model.checkpoint()), expected | {"lm_head.weight": head})
 
 
+def of_paddle(folder: Path, target: Path) -> Path:
+    """Write the config.json of ``folder`` as Paddle's checkpoints have it, which says that weights are [in, out]."""
+    target.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("torch_dtype", "transformers_version")}
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return target
+
+
 def test_what_a_trainer_wrote_in_place_is_served_with_its_version(checkpoints, tmp_path):
-    folder = checkpoints["qwen3"]
-    model, state = model_of(folder), model_of(folder, dynamic_load_weight=False).state_dict()
+    folder, step, snapshot = checkpoints["qwen3"], tmp_path / "step", of_paddle(checkpoints["qwen3"], tmp_path / "own")
+    model, state = model_of(snapshot), model_of(folder, dynamic_load_weight=False).state_dict()
     with pytest.raises(InvalidField, match="was not written"):
         model.checkpoint()
     with paddle.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.set_value(state[name] * 1.5)
-        (tmp_path / "step").mkdir()
-        model.save_checkpoint(tmp_path / "step")
+    step.mkdir()
+    model.save_checkpoint(step)
+    expected = {name: array * np.float32(1.5) for name, array in tensors_of(folder).items()}
+    assert_same(tensors_of(step), expected)
+    paddle.save(model.state_dict(), str(snapshot / "model_state.tp0.0.pdparams"))  # as FastDeploy's trainers do
     with LLM(str(folder), dtype="float32", num_gpu_blocks_override=64, max_model_len=128) as llm:
-        before = llm.weights(checksums=True)["checksums"]
-        llm.update_weights(str(tmp_path / "step"), version="step-1")
-        after = llm.weights(checksums=True)
-        assert after["version"] == "step-1"
-        assert all(before[name] != after["checksums"][name] for name in before)
-    written, expected = tensors_of(tmp_path / "step"), tensors_of(folder)
-    assert_same(written, {name: array * np.float32(1.5) for name, array in expected.items()})
+        found = []
+        for version, path in (("0", None), ("step-1", step), ("old", folder), ("snapshot-1", snapshot)):
+            if path is not None:
+                llm.update_weights(str(path), version=version)
+            found.append(llm.weights(checksums=True))
+    assert [one["version"] for one in found] == ["0", "step-1", "old", "snapshot-1"]
+    old, new, again, of_snapshot = (one["checksums"] for one in found)
+    assert old == again and new == of_snapshot and all(old[name] != new[name] for name in old)
 
 
 @pytest.mark.parametrize("name", NAMES)
