@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "http": ("core", "inter_communicator", "client", "fleet"),
     "bench": (),
     "rl": ("core",),
+    "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
     "entrypoints": (
         "core",
@@ -67,7 +68,9 @@ INSIDE = (
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
-WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.scoring")]
+WITHOUT_PADDLE = [
+    layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.rollout_model", "rl.scoring")
+]
 
 
 def module_name(path: Path) -> str:
