@@ -2,6 +2,7 @@
 # make test   the test suite        make test-quick  without Paddle and processes
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
+#                                   make test-fastdeploy  FastDeploy's own tests of a server, from its repository
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
@@ -24,6 +25,7 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 GATEWAYS := .venv-gateways
 DEPLOY := .venv-deploy
+FASTDEPLOY_TESTS := .venv-fastdeploy
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
@@ -32,8 +34,8 @@ export PYTHONWARNINGS := ignore:No ccache found
 # Installs packages with lines of progress. 60 is the number of seconds that this usually takes.
 INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus test-deploy screenshot \
-	oracles search soak fleet-chaos agents sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-fastdeploy test-ui test-ray test-gateways \
+	test-prometheus test-deploy screenshot oracles search soak fleet-chaos agents sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python acceptance/demo.py
@@ -68,6 +70,11 @@ test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
+
+# FASTDEPLOY=/path/to/FastDeploy, a copy of its repository.
+test-fastdeploy: $(VENV)/.test $(FASTDEPLOY_TESTS)/.ready ops
+	FASTDEPLOY_CHECKOUT="$(FASTDEPLOY)" FASTDEPLOY_PYTHON=$(CURDIR)/$(FASTDEPLOY_TESTS)/bin/python \
+		$(BIN)/python -m pytest -m slow tests/frameworks/test_fastdeploy_ce.py --timeout 1800 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
@@ -173,6 +180,11 @@ $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(FRAMEWORKS)/bin/python -m pip install -q -r tests/frameworks/requirements.txt
 	@touch $@
 
+$(FASTDEPLOY_TESTS)/.ready: | $(BIN)/python
+	$(BIN)/python -m venv $(FASTDEPLOY_TESTS)
+	$(FASTDEPLOY_TESTS)/bin/python -m pip install -q pytest requests pytz
+	@touch $@
+
 $(GATEWAYS)/.ready: tests/gateways/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(GATEWAYS)
 	$(GATEWAYS)/bin/python -m pip install -q -r tests/gateways/requirements.txt
@@ -191,4 +203,4 @@ $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) $(DEPLOY) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) $(DEPLOY) $(FASTDEPLOY_TESTS) build *.egg-info fastdeploy/model_executor/ops/*.so

@@ -104,6 +104,7 @@ struct AttentionSpec {
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
+  int64_t interleaved;
 };
 
 // One call of attention.

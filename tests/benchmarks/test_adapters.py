@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import adapters
 from benchmarks.lib import contenders, engines
-from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison
 from benchmarks.lib.loads import AdapterStreams, Figures
 from benchmarks.lib.report import Printer
 from benchmarks.lib.roofline import Machine, Shape
+from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.flags import configs
 from fastdeploy.entrypoints.cli.main import make_parser

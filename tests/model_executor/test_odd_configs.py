@@ -58,7 +58,7 @@ def refused_field(folder: Path, config: bytes) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Ernie4_5ForCausalLM"])
 def test_an_odd_value_in_config_json_is_refused_by_the_name_of_its_key(tmp_path, architecture):
     model = MODEL | {"architectures": [architecture]}
     for key in MODEL_KEYS:

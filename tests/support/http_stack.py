@@ -119,11 +119,13 @@ class Stack:
 
 @contextlib.contextmanager
 def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
-    path, made = ipc_dir.create(), []
+    path, made, own = ipc_dir.create(), [], tokenizer
 
-    def make(with_tokenizer: bool = True, keys: Keys = NO_KEYS, **settings) -> Stack:
+    def make(
+        with_tokenizer: bool = True, keys: Keys = NO_KEYS, tokenizer: Tokenizer | None = None, **settings
+    ) -> Stack:
         config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
-        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config, keys))
+        made.append(Stack(ipc_dir.endpoint(path), (tokenizer or own) if with_tokenizer else None, config, keys))
         return made[-1]
 
     yield make

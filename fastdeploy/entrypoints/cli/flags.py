@@ -15,14 +15,13 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, Flag, ServeConfig, flags_of, is_loopback
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.fastdeploy_flags import VALUES
-from fastdeploy.entrypoints.cli.settings import SettingsParser, fastdeploy_value, misspelt_variables
+from fastdeploy.entrypoints.cli.settings import PREFIX, SettingsParser, fastdeploy_value, misspelt_variables
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 # Variables of the environment that are ours and no settings.
-NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, "FASTDEPLOY_CONFIG", "FASTDEPLOY_LOG_NAME", "FASTDEPLOY_LOG_LEVEL",
-               "FASTDEPLOY_IPC_ROOT", "FASTDEPLOY_CPU_THREADS", "FASTDEPLOY_CPU_ISA", "FASTDEPLOY_CHECK_INTEGRITY",
-               "FASTDEPLOY_BENCHMARK_MARK")  # fmt: skip
+OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
+NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, *(PREFIX + name for name in OTHERS))
 USAGE = "%(prog)s [MODEL] [--FLAG VALUE ...]"
 EMBEDDED_NAME = "fastdeploy-embedded"
 MAX_KEY_BYTES = 4096

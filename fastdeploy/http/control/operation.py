@@ -19,7 +19,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import EngineError, InvalidField, ModelNotFound, NotLeader
 from fastdeploy.core.process import VERSION
 from fastdeploy.core.served_weights import adapter_scope
-from fastdeploy.http.calls import Routes, envelope, read
+from fastdeploy.http.calls import Routes, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.control.protocol import AbortBody, PauseBody, RenewBody, ResumeBody, ScopedBody
@@ -46,7 +46,7 @@ register_url_convertor("text", TextConvertor())
 
 def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, routes = context.client, Routes(router, read, envelope)
+    client, routes = context.client, Routes(router, read, envelope, envelope_error)
 
     routes.call("/v1/pause", PauseBody, client, _scoped(m.PauseArgs))
     routes.call("/v1/resume", ResumeBody, client, _scoped(m.ResumeArgs))

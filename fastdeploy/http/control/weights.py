@@ -23,7 +23,7 @@ from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.client import FleetClient
-from fastdeploy.http.calls import Routes, envelope, read
+from fastdeploy.http.calls import Routes, catching, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
@@ -51,9 +51,10 @@ PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they 
 
 def weights_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, routes = context.client, Routes(router, read, envelope)
+    client, routes = context.client, Routes(router, read, envelope, envelope_error)
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
+    @catching(envelope_error)
     async def update_weights(request: Request) -> Response:
         """Change the weights. A call with a version and no tensors changes only the label; with --fastdeploy-form, it
         loads the folder of the model."""
@@ -79,6 +80,7 @@ def weights_router(context: ServingContext) -> APIRouter:
         return await client.call(m.BeginUpdateArgs(**body.options()))
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(PartBody, upload=PartBody))
+    @catching(envelope_error)
     async def chunk(request: Request) -> Response:
         body = await read(request, PartBody)
         async with _source(request, context, body, m.CheckUpdateArgs(body.session_id, form=body.form)) as source:

@@ -21,13 +21,14 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_DIGITS = 100  # of an integer
 
 
-def _find_architectures() -> dict[str, Architecture[Any]]:
-    """Return the architectures of all modules of this package that have ``ARCHITECTURES``, by name."""
+def _found(table: str) -> dict[str, Any]:
+    """Return the entries of the dict ``table`` of all modules of this package that have one."""
     modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    return {name: one for module in modules for name, one in getattr(module, "ARCHITECTURES", {}).items()}
+    return {name: one for module in modules for name, one in getattr(module, table, {}).items()}
 
 
-ARCHITECTURES = _find_architectures()
+ARCHITECTURES: dict[str, Architecture[Any]] = _found("ARCHITECTURES")
+REFUSED: dict[str, str] = _found("REFUSED")  # relatives of these, and why they are not supported
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -43,13 +44,13 @@ def load_config(path: str | Path) -> ModelConfig:
 
 def read_config(folder: Folder) -> ModelConfig:
     """Read the config of an open folder; see :func:`load_config`."""
-    raw = _read_json(folder, CONFIG)
-    return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
+    raw = read_json(folder, CONFIG)
+    return parse_config(raw, read_json(folder, GENERATION) if folder.has(GENERATION) else {})
 
 
 def read_eos_token_ids(folder: Folder) -> tuple[int, ...] | None:
     """Return the EOS ids of the folder's generation_config.json; None if it names none. Raises InvalidField."""
-    value = _read_json(folder, GENERATION).get("eos_token_id")
+    value = read_json(folder, GENERATION).get("eos_token_id")
     return None if value is None else eos_ids(value)
 
 
@@ -58,6 +59,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise InvalidField("architectures", f"expected a list of one name, got {shown(names)}")
+    if names[0] in REFUSED:
+        raise InvalidField("architectures", f"{names[0]} {REFUSED[names[0]]}")
     if names[0] not in ARCHITECTURES:
         raise InvalidField("architectures", f"expected one of {', '.join(ARCHITECTURES)}, got {shown(names[0])}")
     config: ModelConfig = ARCHITECTURES[names[0]].read_config(raw, generation or {})
@@ -76,7 +79,8 @@ def build_model(config: ModelConfig, ops: Ops, max_model_len: int, quantization:
     return model
 
 
-def _read_json(folder: Folder, file: str) -> dict[str, Any]:
+def read_json(folder: Folder, file: str) -> dict[str, Any]:
+    """Return the JSON object of a config file. Raises InvalidField, which names the file."""
     try:
         value = json.loads(folder.read(file, MAX_CONFIG_BYTES), parse_int=_integer)
     except OSError as error:

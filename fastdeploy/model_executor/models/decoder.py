@@ -36,13 +36,15 @@ def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
 
 @dataclass(frozen=True)
 class Attention:
-    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head."""
+    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved: see
+    ``AttentionSpec``."""
 
     config: ModelConfig
     rope: Rope
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    interleaved: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
@@ -72,6 +74,7 @@ class Attention:
             q_norm=as_vector(values[key + "q_norm"]) if self.qk_norm else None,
             k_norm=as_vector(values[key + "k_norm"]) if self.qk_norm else None,
             norm_eps=c.rms_norm_eps,
+            interleaved=int(self.interleaved),
         )
         norm, qkv, o = as_vector(values[key + "input_norm"]), as_linear(values[key + "qkv"]), values[key + "o"]
         return AttentionBlock(norm, c.rms_norm_eps, qkv, spec, as_linear(o))

@@ -69,7 +69,8 @@ class AttentionBatch(NamedTuple):
 class AttentionSpec(NamedTuple):
     """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
     with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
-    None; norm_eps is the epsilon of these two."""
+    None; norm_eps is the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead,
+    as in GPT-J; else 0."""
 
     layer: int
     num_heads: int
@@ -81,6 +82,7 @@ class AttentionSpec(NamedTuple):
     q_norm: paddle.Tensor | None
     k_norm: paddle.Tensor | None
     norm_eps: float
+    interleaved: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import AttentionBlock
+from fastdeploy.model_executor.ops.interface import AttentionBlock, AttentionSpec
 from fastdeploy.model_executor.parameters import Parameter
 
 
@@ -66,12 +66,13 @@ class Decoder:
         blocks = weights.layers[0].blocks  # all layers have the same constants
         spec = next(block.attention for block in blocks if isinstance(block, AttentionBlock))
         self._config, self._spec = model.config, spec
-        self._cos = paddle.concat([spec.rope_cos, spec.rope_cos], axis=1)  # [max_model_len, head_dim]
-        self._sin = paddle.concat([spec.rope_sin, spec.rope_sin], axis=1)
-        # x @ quarter_turn = (-second half of x, first half of x): faster with gradients than split and concat.
-        half = spec.head_dim // 2
-        turn = np.zeros((2 * half, 2 * half), np.float32)
-        turn[half:, :half], turn[:half, half:] = -np.eye(half), np.eye(half)
+        first, second = _rotated_pairs(spec)
+        pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
+        self._cos = paddle.index_select(spec.rope_cos, pairs, axis=1)  # [max_model_len, head_dim]
+        self._sin = paddle.index_select(spec.rope_sin, pairs, axis=1)
+        # x @ quarter_turn turns each pair (a, b) into (-b, a): faster with gradients than split and concat.
+        turn = np.zeros((spec.head_dim, spec.head_dim), np.float32)
+        turn[second, first], turn[first, second] = -1, 1
         self._quarter_turn = paddle.to_tensor(turn)
 
     def hidden(self, leaves: Mapping[str, Leaf], ids: paddle.Tensor) -> paddle.Tensor:
@@ -126,6 +127,12 @@ class Decoder:
         scale = paddle.rsqrt((x * x).mean(-1, keepdim=True) + self._spec.norm_eps)
         rows = _rows(weights.flatten(), batch * length).reshape([batch, length, heads, dim]).transpose([0, 2, 1, 3])
         return x * scale * rows
+
+
+def _rotated_pairs(spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two dimensions of each pair that the rotary embedding rotates, each int64 [head_dim // 2]."""
+    half = np.arange(spec.head_dim // 2)
+    return (2 * half, 2 * half + 1) if spec.interleaved else (half, half + len(half))
 
 
 def _linear(x: paddle.Tensor, leaf: Leaf) -> paddle.Tensor:

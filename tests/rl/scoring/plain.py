@@ -7,6 +7,7 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models import load_config
 from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.ernie import ErnieConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 
 Tensors = dict[str, paddle.Tensor]
@@ -20,7 +21,9 @@ def plain_logprobs(
     frequencies = rope_frequencies(config.head_dim, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
-    cos, sin = (paddle.concat([table, table], 1) for table in rope_tables(frequencies, 512))
+    neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
+    tables = rope_tables(frequencies, 512)
+    cos, sin = (t.repeat_interleave(2, 1) if neighbours else paddle.concat([t, t], 1) for t in tables)
 
     def linear(x: paddle.Tensor, name: str) -> paddle.Tensor:
         y = x @ tensors[name + ".weight"].T
@@ -32,6 +35,8 @@ def plain_logprobs(
     def rotated(x: paddle.Tensor) -> paddle.Tensor:
         half = config.head_dim // 2
         turned = paddle.concat([-x[..., half:], x[..., :half]], -1)
+        if neighbours:
+            turned = paddle.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
         return x * cos[: x.shape[1]] + turned * sin[: x.shape[1]]
 
     def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:

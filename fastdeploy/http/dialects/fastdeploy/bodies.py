@@ -123,6 +123,8 @@ def native(context: ServingContext, data: dict[str, Any], is_chat: bool) -> dict
     _logprobs(body)
     _stream(body)
     (_chat if is_chat else _completion)(body)
+    if context.chat_format.reasoning is None:  # such a model does not reason: no limit can matter
+        body.pop("reasoning_max_tokens", None)
     known = (ChatBody if is_chat else CompletionBody).model_fields.keys() | UNSUPPORTED.keys() | IGNORED | {RAW_PROMPT}
     return {name: value for name, value in body.items() if name in known}
 
@@ -158,7 +160,8 @@ def _logprobs(body: dict[str, Any]) -> None:
     scaled, normalized = body.pop("temp_scaled_logprobs", False), body.pop("top_p_normalized_logprobs", False)
     if body.pop("include_logprobs_decode_token", True) is False:
         body["return_tokens_as_token_ids"] = True
-    if not (scaled or normalized) or body.get("logprobs") in (None, False):
+    asked = body.get("logprobs")
+    if not (scaled or normalized) or asked is None or asked is False:  # 0 asks for those of the drawn tokens
         return
     if body.get("temperature") == 0:  # the best token is drawn from a distribution of itself alone
         body |= {"temperature": 1.0, "top_k": 1, "logprobs_mode": "processed"}

@@ -18,7 +18,7 @@ from fastdeploy.core.errors import (
     ServerBusy,
 )
 from fastdeploy.http.body import parse_body, read_generation
-from fastdeploy.http.calls import Route, Routes, catching, envelope, read
+from fastdeploy.http.calls import Route, Routes, catching, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.control.operation import health_of
@@ -34,6 +34,7 @@ from fastdeploy.inter_communicator import messages as m
 
 NOT_NORMAL = 304  # while the weights are not there. Such a reply has no body
 NATIVE_SLEEP = frozenset({"mode", "discard"})  # fields that ask for a native sleep, which keeps the weights
+FIELDS = {"input_ids": "prompt_token_ids"}  # native names of fields -> those that the client sent
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 
 
@@ -75,10 +76,10 @@ def form_router(context: ServingContext) -> APIRouter:
     @RouteAccess.OPEN
     @catching(lambda _: health_of(client))
     @while_normal
-    async def health(_: Request) -> Response:
+    async def health(request: Request) -> Response:
         return health_of(client)
 
-    calls = Routes(router, read, envelope)
+    calls = Routes(router, read, envelope, envelope_error)
 
     @calls.post("/v1/sleep", SleepBody)
     async def sleep(body: SleepBody) -> dict[str, Any]:
@@ -125,7 +126,9 @@ def failed(error: FastDeployError) -> Response:
     if isinstance(error, InvalidField):
         long = isinstance(error, ContextLengthExceeded)
         message = f"Input text is too long. {error.message}" if long else error.message
+        field = FIELDS.get(error.field, error.field)
         code = error.code if long else INVALID
-        shown = {"message": message, "type": "invalid_request_error", "code": code, "param": error.field}
+        shown = {"message": message.replace(f"{error.field}:", f"{field}:", 1), "code": code, "param": field}
+        shown["type"] = "invalid_request_error"
         return json_response({"error": shown}, STATUS[error.code])
     return error_response(error)

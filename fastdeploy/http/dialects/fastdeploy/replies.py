@@ -82,7 +82,7 @@ class FastDeployChat(ChatView):
         head = []
         if first:
             message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": None}
-            message |= await self._form.prompt(index)
+            message |= NO_TOKENS | NO_TEXTS | await self._form.prompt(index)
             choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
             head = [self._head(self.event_kind) | {"choices": [choice]}]
             if self._continuous_usage:

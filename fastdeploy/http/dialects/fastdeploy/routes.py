@@ -24,9 +24,11 @@ from fastdeploy.inter_communicator import messages as m
 RANKS = {"dp_rank": 0, "local_dp_rank": 0}
 NO_POOLING = "this server has no pooling models: it answers /v1/completions and /v1/chat/completions"
 NO_EXPERTS = "this server does not move experts between devices: nothing needs to be rearranged"
-ABSENT = {
+NOT_HERE = {
     "/v1/reward": f"{NO_POOLING}; /v1/completions with echo and max_tokens 0 scores a text by its log probabilities",
     "/v1/embeddings": NO_POOLING,
+}
+ABSENT = {
     "/rearrange_experts": NO_EXPERTS,
     "/get_per_expert_tokens_stats": NO_EXPERTS,
     "/check_redundant": NO_EXPERTS,
@@ -65,17 +67,18 @@ def fastdeploy_router(context: ServingContext) -> APIRouter:
 
     @router.get("/clear_load_weight")
     @catching(failure)
-    async def clear_load_weight(_: Request) -> Response:
+    async def clear_load_weight(request: Request) -> Response:
         """End all requests, and give the memory of the weights and of the KV cache back. Until /update_model_weight,
         requests are refused."""
         return await change(weights.clear, "clear model weight successfully", "model weight is cleared")
 
     @router.get("/update_model_weight")
     @catching(failure)
-    async def update_model_weight(_: Request) -> Response:
+    async def update_model_weight(request: Request) -> Response:
         """Load the weights that are in the folder of the model now, and serve again."""
         return await change(weights.load, "update model weight successfully", "model weight is updated")
 
+    add_absent_routes(router, NOT_HERE, access=RouteAccess.DATA)
     add_absent_routes(router, ABSENT)
     return router
 
@@ -89,13 +92,15 @@ def failure(error: FastDeployError) -> Response:
 
 def routes_below(request: Request, start: str) -> list[dict[str, Any]]:
     """Return the path, the methods and the tags of each route whose path begins with ``start``."""
-    found: dict[str, dict[str, Any]] = {}
-    for route in request.app.routes:
-        if (path := getattr(route, "path", "")).startswith(start):
-            shown = found.setdefault(path, {"path": path, "methods": [], "tags": []})
-            shown["methods"] = sorted({*shown["methods"], *getattr(route, "methods", ())})
-            shown["tags"] = getattr(route, "tags", None) or []
-    return list(found.values())
+    return [
+        {
+            "path": path,
+            "methods": sorted(method.upper() for method in operations),
+            "tags": next(iter(operations.values())).get("tags", []),
+        }
+        for path, operations in request.app.openapi()["paths"].items()
+        if path.startswith(start)
+    ]
 
 
 async def settings(context: ServingContext) -> dict[str, Any]:
@@ -108,8 +113,8 @@ async def settings(context: ServingContext) -> dict[str, Any]:
             "max_model_len": welcome.max_model_len,
             **await context.client.call(m.ModelInfoArgs()),
         },
-        "cache_config": {name: info.get(name) for name in ("block_size", "num_blocks", "enable_prefix_caching")},
-        "scheduler_config": {name: info.get(name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+        "cache_config": {name: info.get(name) for name in ("block_size", "num_blocks")},
+        "scheduler_config": {"max_num_seqs": info.get("max_num_seqs")},
         "parallel_config": dict.fromkeys(
             ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size", "pipeline_parallel_size"), 1
         ),
