@@ -20,11 +20,14 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import VERSION
+from fastdeploy.http.answer_counts import CountAnswers
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.operation import control_router, health_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal import areal_router
+from fastdeploy.http.dialects.fastdeploy.form import form_router
+from fastdeploy.http.dialects.fastdeploy.routes import fastdeploy_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
@@ -57,6 +60,7 @@ ROUTERS = {
     "SkyRL": (skyrl_router,),
     "SGLang": (sglang_router,),
     "AReaL": (areal_router,),
+    "FastDeploy": (fastdeploy_router,),
 }
 
 
@@ -88,6 +92,8 @@ def create_app(
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
     store = SessionStore(config.session_dir, config.max_sessions_mb << 20, config.session_ttl_s)
     routers.insert(2, ("Sessions", sessions_router(Agents(context, store, keys))))
+    if config.fastdeploy_form:
+        routers.insert(0, ("FastDeploy", form_router(context)))
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:
         app.include_router(router, tags=[tag])
@@ -101,6 +107,7 @@ def create_app(
     app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
+    app.add_middleware(CountAnswers, counts=context.answer_counts)
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app
