@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from fastdeploy.entrypoints.cli.fastdeploy_flags import FLAGS, REFUSED_VALUES, VALUES
 from fastdeploy.entrypoints.cli.foreign import Foreign, Form, Verdict
 
-PREFIX = "FASTDEPLOY_"
+PREFIX, CONFIG = "FASTDEPLOY_", "FASTDEPLOY_CONFIG"
 DEFAULT = "default"
 # Not settings, though a flag has the name: these variables hold the keys themselves, and are read with the keys.
 OTHER_MEANING = ("FASTDEPLOY_API_KEY", "FASTDEPLOY_CONTROL_KEY")
@@ -79,7 +79,7 @@ class SettingsParser(argparse.ArgumentParser):
         values = {action.dest: action.default for action in self._actions if action.dest not in ("help", "config")}
         values = {name: value for name, value in values.items() if not name.startswith("fastdeploy:")}
         sources, ranks, without_effect = dict.fromkeys(settings, DEFAULT), dict.fromkeys(values, -1), []
-        path = given.pop("config", None) or os.environ.get(PREFIX + "CONFIG")
+        path = given.pop("config", None) or os.environ.get(CONFIG)
         layers = [] if path is None else [_of_file(path, settings)]
         layers += [_of_environment(os.environ, settings), _of_flags(given, settings)]
         for rank, layer in enumerate(layers):
