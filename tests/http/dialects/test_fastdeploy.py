@@ -158,6 +158,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"stream_options": {}}, ("stream_options", "invalid_value", "Stream options can only be defined")),
         ({"collect_metrics": True}, ("collect_metrics", "invalid_value", "not supported")),
         ({"prompt_token_ids": [5000]}, ("prompt_token_ids", "invalid_value", "prompt_token_ids: token id 5000")),
+        ({"messages": [{"role": "user"}]}, ("messages.0.content", "invalid_value", "expected a string")),
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
