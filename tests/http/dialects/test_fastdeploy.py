@@ -11,6 +11,7 @@ import pytest
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.dialects.fastdeploy.routes import ABSENT, NOT_HERE
+from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 from support.http_calls import answer
@@ -175,6 +176,13 @@ def test_errors_have_the_words_that_fastdeploys_clients_read(formed, fields, err
     shown = reply.json()["error"]
     assert (shown["param"], shown["code"], shown["type"]) == (*error[:2], "invalid_request_error")
     assert error[2] in shown["message"]
+
+
+def test_a_wrong_key_is_a_401_in_fastdeploys_words(make_stack):
+    stack = make_stack(fastdeploy_form=True, keys=Keys(data=(b"key",)))
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        reply = stack.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (reply.status_code, reply.json()) == (401, {"error": "Unauthorized"})
 
 
 # ------------------------------------------------------------------ fields with --fastdeploy-form
