@@ -11,6 +11,7 @@ import pytest
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.dialects.fastdeploy.routes import ABSENT, NOT_HERE
+from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 from support.http_calls import answer
@@ -158,6 +159,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"stream_options": {}}, ("stream_options", "invalid_value", "Stream options can only be defined")),
         ({"collect_metrics": True}, ("collect_metrics", "invalid_value", "not supported")),
         ({"prompt_token_ids": [5000]}, ("prompt_token_ids", "invalid_value", "prompt_token_ids: token id 5000")),
+        ({"messages": [{"role": "user"}]}, ("messages.0.content", "invalid_value", "expected a string")),
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
@@ -174,6 +176,13 @@ def test_errors_have_the_words_that_fastdeploys_clients_read(formed, fields, err
     shown = reply.json()["error"]
     assert (shown["param"], shown["code"], shown["type"]) == (*error[:2], "invalid_request_error")
     assert error[2] in shown["message"]
+
+
+def test_a_wrong_key_is_a_401_in_fastdeploys_words(make_stack):
+    stack = make_stack(fastdeploy_form=True, keys=Keys(data=(b"key",)))
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        reply = stack.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (reply.status_code, reply.json()) == (401, {"error": "Unauthorized"})
 
 
 # ------------------------------------------------------------------ fields with --fastdeploy-form

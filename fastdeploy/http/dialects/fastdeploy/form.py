@@ -14,6 +14,7 @@ from fastdeploy.core.errors import (
     ContextLengthExceeded,
     FastDeployError,
     InvalidField,
+    InvalidKey,
     QueueFull,
     ServerBusy,
 )
@@ -114,6 +115,13 @@ async def _of_a_model(context: ServingContext, body: Any) -> Any:
     if adapter and all(adapter != known["lora_name"] for known in await known_adapters(context)):
         return body.model_copy(update={"model": None})
     return body
+
+
+def refused(error: FastDeployError) -> Response:
+    """Return the answer to a request that the checks of access refuse: to a wrong key, FastDeploy's and vLLM's."""
+    if isinstance(error, InvalidKey):
+        return json_response({"error": "Unauthorized"}, error.status, {"WWW-Authenticate": "Bearer"})
+    return error_response(error)
 
 
 def failed(error: FastDeployError) -> Response:
