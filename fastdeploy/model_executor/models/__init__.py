@@ -21,16 +21,14 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_DIGITS = 100  # of an integer
 
 
-_MODULES = tuple(importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+def _found(table: str) -> dict[str, Any]:
+    """Return the entries of the dict ``table`` of all modules of this package that have one."""
+    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    return {name: one for module in modules for name, one in getattr(module, table, {}).items()}
 
 
-def _collected(table: str) -> dict[str, Any]:
-    """Return the entries of all tables of this name in the modules of this package."""
-    return {name: one for module in _MODULES for name, one in getattr(module, table, {}).items()}
-
-
-ARCHITECTURES: dict[str, Architecture[Any]] = _collected("ARCHITECTURES")
-REFUSED: dict[str, str] = _collected("REFUSED")  # architectures near one of these, and why they are not supported
+ARCHITECTURES: dict[str, Architecture[Any]] = _found("ARCHITECTURES")
+REFUSED: dict[str, str] = _found("REFUSED")  # relatives of these, and why they are not supported
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -62,7 +60,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise InvalidField("architectures", f"expected a list of one name, got {shown(names)}")
     if names[0] in REFUSED:
-        raise InvalidField("architectures", REFUSED[names[0]])
+        raise InvalidField("architectures", f"{names[0]} {REFUSED[names[0]]}")
     if names[0] not in ARCHITECTURES:
         raise InvalidField("architectures", f"expected one of {', '.join(ARCHITECTURES)}, got {shown(names[0])}")
     config: ModelConfig = ARCHITECTURES[names[0]].read_config(raw, generation or {})

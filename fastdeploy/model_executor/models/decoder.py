@@ -93,13 +93,13 @@ class Attention:
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=c.head_dim,
-            window=self.window,
             scale=c.head_dim**-0.5 if self.scale is None else self.scale,
             rope_cos=self.rope.cos,
             rope_sin=self.rope.sin,
             q_norm=norm("q_norm", self.qk_norm),
             k_norm=norm("k_norm", self.qk_norm),
             norm_eps=c.rms_norm_eps,
+            window=self.window,
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
         post_norm = norm("attention_out_norm", bool(self.post_norm))
