@@ -104,6 +104,7 @@ struct AttentionSpec {
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
+  int64_t interleaved;
   int64_t window;  // 0: a row sees all keys up to its own
 };
 

@@ -111,17 +111,23 @@ class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
 Source = FolderSource | FileSource | SharedMemorySource
 
 
+# Names and orientation of tensors. AUTO: what config.json of a folder tells; without a folder, that of Hugging Face.
+# The two of Paddle differ in fused projections only: q, k, v; or for each key-value head its q, its k, its v.
+LAYOUTS = AUTO, HUGGINGFACE, PADDLE, PADDLEFORMERS = "auto", "huggingface", "paddle", "paddleformers"
+
+
 class PartFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The way in which the tensors of a part are written. The default is plain safetensors.
 
     encoding: "dense" (the values) or "overwrite" (the indices and values that changed). compression: "none" or "zstd".
     With any other than dense and none, each tensor of the source is its payload, of dtype U8 (core/delta_format.py).
     fingerprints: {tensor: the fingerprint, in hex, that the tensor must have once this part is applied}, for any of the
-    tensors."""
+    tensors. layout: one of LAYOUTS (model_executor/checkpoint_layout.py), of a dense part without compression."""
 
     encoding: str = "dense"
     compression: str = "none"
     fingerprints: dict[str, str] = {}
+    layout: str = AUTO
 
     @property
     def is_plain(self) -> bool:

@@ -6,7 +6,15 @@ import re
 
 from fastdeploy.core.delta_format import COMPRESSIONS, ENCODINGS
 from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
-from fastdeploy.core.weight_source import MAX_TENSORS, MAX_VERSION_CHARS, DeltaBase, PartFormat
+from fastdeploy.core.weight_source import (
+    AUTO,
+    HUGGINGFACE,
+    LAYOUTS,
+    MAX_TENSORS,
+    MAX_VERSION_CHARS,
+    DeltaBase,
+    PartFormat,
+)
 
 MAX_SECONDS = 86400.0
 MAX_EPOCH = 2**53 - 1  # every JSON reader has this number
@@ -29,6 +37,12 @@ def check_form(form: PartFormat, base: DeltaBase | None) -> None:
             raise InvalidField(field, f"expected one of {', '.join(known)}, got {value!r}")
         if base is None and value != known[0]:
             raise InvalidField(field, f"expected {known[0]} in an update without base_fingerprint, got {value!r}")
+    if form.layout not in LAYOUTS:
+        raise InvalidField("layout", f"expected one of {', '.join(LAYOUTS)}, got {form.layout!r}")
+    if not form.is_plain and form.layout not in (AUTO, HUGGINGFACE):
+        raise InvalidField(
+            "layout", f"expected {HUGGINGFACE}, in which the payloads of a delta are, got {form.layout!r}"
+        )
     if len(form.fingerprints) > MAX_TENSORS:
         raise InvalidField("fingerprints", f"expected at most {MAX_TENSORS} tensors, got {len(form.fingerprints)}")
     for name, fingerprint in form.fingerprints.items():

@@ -1,7 +1,8 @@
 """Reading of tensors in safetensors layout from a checkpoint folder, a file, or POSIX shared memory.
 
 Every byte is read once, with ``pread`` into memory of this process, and the checks use that copy. Nothing is mapped, so
-the source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
+the source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened; of .pdparams files the
+places of the tensors are read, and nothing is run (pdparams.py).
 
 Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data. Every
 error is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are checked before anything
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,12 +26,17 @@ from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.core.weight_source import MAX_TENSORS, FolderSource, Source
+from fastdeploy.model_executor import pdparams
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
+# Paddle's files: those of PaddleFormers, and the snapshots of one rank that FastDeploy's trainers leave.
+PDPARAMS, PADDLE_INDEX, PADDLE_SINGLE = ".pdparams", "model_state.pdparams.index.json", "model_state.pdparams"
+SNAPSHOT = re.compile(r"model_state\.(?P<origin>tp(?P<rank>\d+)\.\w+|tp0\d+)(?P<part>\.part\d+)?\.pdparams")
 # A tensor takes about 140 bytes of a header and 100 of an index.
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
 MAX_FILES = 512  # all are open at once, and many systems limit a process to 1,024 open files
 MAX_ENTRY_BYTES = 4096
+VIEW_BYTES = 4 << 20  # of a stored tensor that are in memory at once while a part of it is picked
 MAX_RANK = 8
 MAX_INT64 = 2**63 - 1
 # numpy has no bfloat16: arrays hold its bits.
@@ -50,8 +57,18 @@ _SPLIT, _ENTRY = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Deco
 Parsed = TypeVar("Parsed")
 
 
+class View(NamedTuple):
+    """Where the values of a tensor [rows, columns] lie in a stored one whose rows have ``stride`` values: (row, column)
+    is ``column * stride + row // run * step + row % run`` values after (0, 0)."""
+
+    stride: int
+    run: int
+    step: int
+
+
 class TensorEntry(NamedTuple):
-    """Place of one tensor. offset: in bytes from the start of the file."""
+    """Place of one tensor. offset: in bytes from the start of the file. view: None = the bytes are the values in C
+    order; else the tensor is a part of another one, transposed. A vector has one column then."""
 
     fd: int
     file: str
@@ -59,6 +76,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    view: View | None = None
 
 
 def refuse_file(file: str, why: str) -> WeightUpdateRefused:
@@ -87,11 +105,13 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
 
 class SafetensorsReader:
     """The tensors of one or more safetensors files. The files stay open until the reader is closed, so a folder may be
-    deleted meanwhile. folder: the folder of the files, if the source is a folder."""
+    deleted meanwhile. folder: the folder of the files, if the source is a folder. pickled: there are .pdparams files
+    that are pickles."""
 
     def __init__(self) -> None:
         self.entries: dict[str, TensorEntry] = {}
         self.folder: Folder | None = None
+        self.pickled = False
         self._fds: list[int] = []
 
     def __enter__(self) -> SafetensorsReader:
@@ -144,7 +164,10 @@ class SafetensorsReader:
         differs from ``checksum`` (hexadecimal)."""
         entry = self.entries[name]
         raw = np.empty(entry.nbytes, np.uint8)
-        _pread_into(entry, raw.data, name)
+        if entry.view is None:
+            _pread_into(entry, raw.data, name)
+        else:
+            _read_view(entry, entry.view, raw, name)
         if checksum is not None and hashlib.sha256(raw.data).hexdigest() != checksum.lower():
             raise refuse_tensor(name, f"of {entry.file} does not have the sha256 {checksum}")
         return raw
@@ -157,16 +180,22 @@ class SafetensorsReader:
         if not 0 <= limit <= size:
             raise refuse_file(file, f"is cut short: it has {size} bytes, expected {limit}")
         size = limit or size
-        head = os.pread(fd, 8, 0)
-        length = header_length(head, size, file)
-        entries = read_header(os.pread(fd, length, 8), file, fd)
+        head = os.pread(fd, 9, 0)
+        pickled = self.folder is not None and file.endswith(PDPARAMS) and pdparams.is_pickle(head)
+        if pickled:
+            entries = _read_pickle(fd, file)
+        else:
+            length = header_length(head[:8], size, file)
+            entries = read_header(os.pread(fd, length, 8), file, fd)
+        self.pickled |= pickled
         if len(self.entries) + len(entries) > MAX_TENSORS:
             raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS} in all")
         for name, entry in entries.items():
             if name in self.entries:
                 raise refuse_tensor(name, f"is both in {self.entries[name].file} and in {file}")
             self.entries[name] = entry
-        check_size(entries, size, file)
+        if not pickled:
+            check_size(entries, size, file)
 
 
 def header_length(head: bytes, size: int, file: str) -> int:
@@ -217,27 +246,52 @@ def read_checksums(folder: Folder) -> dict[str, str]:
 def _open_folder(reader: SafetensorsReader, path: str, roots: Sequence[str]) -> None:
     try:
         folder = reader.folder = Folder(path, roots)
-        has_index, has_single = folder.has(INDEX), folder.has(SINGLE)
+        names = folder.names()
     except OSError as error:
         why = f"model_path: {path!r} cannot be opened as a folder: {error.strerror}"
         raise WeightUpdateRefused(why, file=path, param="model_path") from error
     reader.keep_pulls_out(folder)
-    if not has_index:
-        if not has_single:
-            raise refuse_file(path, f"has neither {SINGLE} nor {INDEX} (pickled weights are never read)")
-        _add(reader, SINGLE, folder.open)
-        return
-    weight_map = read_json(folder, INDEX, _Index).weight_map
-    files = sorted(set(weight_map.values()))
+    index, files = _weight_files(path, names)
+    weight_map = read_json(folder, index, _Index).weight_map if index else {}
+    files = sorted(set(weight_map.values())) if index else files
     if len(files) > MAX_FILES:
-        raise refuse_file(INDEX, f"names {len(files)} files, expected at most {MAX_FILES}")
+        raise refuse_file(index or path, f"names {len(files)} files, expected at most {MAX_FILES}")
     for file in files:
         if file != os.path.basename(file):
-            raise refuse_file(INDEX, f"expected plain file names in weight_map, got {file!r}")
+            raise refuse_file(index, f"expected plain file names in weight_map, got {file!r}")
         _add(reader, file, folder.open)
     for name, file in weight_map.items():
         if name not in reader.entries or reader.entries[name].file != file:
-            raise refuse_tensor(name, f"is not in {file}, where {INDEX} says it is")
+            raise refuse_tensor(name, f"is not in {file}, where {index} says it is")
+
+
+def _weight_files(path: str, names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the index of a folder's weights, "" if it has none, and then the files. names: of the folder. Raises
+    WeightUpdateRefused if the folder has none, or has two kinds of weights."""
+    snapshots = [found for name in names if (found := SNAPSHOT.fullmatch(name))]
+    safetensors = [name for name in (INDEX, SINGLE) if name in names]
+    paddle = [name for name in (PADDLE_INDEX, PADDLE_SINGLE) if name in names]
+    present = [files for files in (safetensors, paddle, [found[0] for found in snapshots]) if files]
+    if len(present) > 1:
+        both = " and ".join(files[0] for files in present)
+        raise refuse_file(path, f"has {both}: which of them has the weights is unknown")
+    if not present:
+        raise refuse_file(path, f"has neither {SINGLE} nor {INDEX}, and no {PADDLE_SINGLE} (others are never read)")
+    if snapshots:
+        return "", _snapshot_files(snapshots)
+    first = present[0][0]
+    return (first, []) if first in (INDEX, PADDLE_INDEX) else ("", [first])
+
+
+def _snapshot_files(found: Sequence[re.Match[str]]) -> list[str]:
+    """Return the files of the snapshot of a folder: of one rank and one origin, whole or in parts."""
+    for one in found:
+        if one["rank"] not in (None, "0"):
+            raise refuse_file(one[0], "is of a rank of tensor parallelism: only a snapshot of one rank can be read")
+    if len(origins := sorted({one["origin"] for one in found})) > 1:
+        raise refuse_file(found[0][0], f"is one of several snapshots in this folder: {', '.join(origins)}")
+    parts = [one[0] for one in found if one["part"]]
+    return parts or [found[0][0]]  # FastDeploy, too, prefers the parts
 
 
 def _add(reader: SafetensorsReader, path: str, open_file: Callable[[str], int], limit: int = 0) -> None:
@@ -292,6 +346,16 @@ def _located(name: str, entry: _HeaderEntry, fd: int, file: str, base: int) -> T
     return TensorEntry(fd, file, dtype, shape, base + first, last - first)
 
 
+def _read_pickle(fd: int, file: str) -> dict[str, TensorEntry]:
+    try:
+        found = pdparams.read_arrays(fd)
+    except OSError as error:
+        raise refuse_file(file, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise refuse_file(file, f"is refused: {error}") from error
+    return {name: TensorEntry(fd, file, *array) for name, array in found.items()}
+
+
 def _all_finite(values: np.ndarray) -> bool:
     """Return whether all values are finite: float32, or bfloat16 as uint16 bits, where the exponent of a value that is
     not finite is all ones. Works in pieces, so that a large tensor needs no second copy."""
@@ -301,11 +365,29 @@ def _all_finite(values: np.ndarray) -> bool:
     return all(np.isfinite(values[i : i + piece]).all() for i in range(0, values.size, piece))
 
 
-def _pread_into(entry: TensorEntry, buffer: memoryview, name: str) -> None:
+def _read_view(entry: TensorEntry, view: View, raw: np.ndarray, name: str) -> None:
+    """Read the values of a view to ``raw``, uint8, in C order: some rows of the stored tensor at a time."""
+    size, rows = DTYPES[entry.dtype].itemsize, entry.shape[0]
+    columns = raw.size // size // rows
+    values = raw.view(DTYPES[entry.dtype]).reshape(rows // view.run, view.run, columns)
+    length = (rows // view.run - 1) * view.step + view.run  # of the part of a stored row that has all values
+    count = max(1, VIEW_BYTES // (view.stride * size))
+    for first in range(0, columns, count):
+        last = min(first + count, columns)
+        piece = np.empty(((last - first - 1) * view.stride + length) * size, np.uint8)
+        _pread_into(entry, piece.data, name, first * view.stride * size)
+        strides = (view.step * size, size, view.stride * size)
+        shape = (rows // view.run, view.run, last - first)
+        found = piece.view(DTYPES[entry.dtype])
+        values[:, :, first:last] = np.lib.stride_tricks.as_strided(found, shape, strides, writeable=False)
+
+
+def _pread_into(entry: TensorEntry, buffer: memoryview, name: str, start: int = 0) -> None:
+    """Fill ``buffer`` from the byte ``start`` of a tensor on."""
     done = 0
-    while done < entry.nbytes:
+    while done < len(buffer):
         try:
-            count = os.preadv(entry.fd, [buffer[done : done + (1 << 30)]], entry.offset + done)
+            count = os.preadv(entry.fd, [buffer[done : done + (1 << 30)]], entry.offset + start + done)
         except OSError as error:
             raise refuse_tensor(name, f"cannot be read from {entry.file}: {error.strerror}") from error
         if count == 0:

@@ -96,19 +96,20 @@ def stage_tensors(
     ops: Ops, reader: SafetensorsReader, regions: Mapping[str, Region], checksums: Mapping[str, str], stop: np.ndarray
 ) -> dict[str, Fingerprint]:
     """Read each tensor of ``regions`` to its region, and return the fingerprints. checksums: the sha256 of the bytes of
-    some tensors; such a tensor is read to private memory, hashed, and staged from there, one at a time. stop: see
-    ``Ops.stage``. Raises WeightUpdateRefused, which names the tensor and the file."""
+    some tensors; such a tensor, and one that is picked out of another, is read to private memory, hashed, and staged
+    from there, one at a time. stop: see ``Ops.stage``. Raises WeightUpdateRefused, which names the tensor and the
+    file."""
     entries = reader.entries
     direct = {
         name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd)
         for name, region in regions.items()
-        if name not in checksums
+        if name not in checksums and entries[name].view is None
     }
     found = stage_items(ops, reader, direct, stop)
     for name, region in regions.items():
-        if name in checksums:
+        if name not in direct:
             check_given_up(stop)
-            memory = reader.read_bytes(name, checksums[name])
+            memory = reader.read_bytes(name, checksums.get(name))
             item = StageItem(region, entries[name].dtype, 0, memory=memory)
             found |= stage_items(ops, reader, {name: item}, stop)
     return found

@@ -15,6 +15,7 @@ from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import AdapterInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
+from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.lora import read_adapter
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import DeltaItem, PackedAdapter, StageItem
@@ -193,10 +194,11 @@ class WeightStaging:
         eos = None
         if reader.folder is not None:
             eos = eos_token_ids(reader.folder)
-            whole = self._base is None and self._received.holds_whole_model(reader.entries)
-            check_config(reader.folder, self._model.config, required=whole)
+            check_config(reader.folder, self._model.config, required=False)
         if form.is_plain:
-            reader.check(self._received.shapes)
+            describe(reader, self._model, form.layout)
+        if reader.folder is not None and self._base is None and self._received.holds_whole_model(reader.entries):
+            check_config(reader.folder, self._model.config, required=True)
         self._received.check_new(reader)
         return eos
 

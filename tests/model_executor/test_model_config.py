@@ -12,7 +12,7 @@ from fastdeploy.model_executor.models import MAX_CONFIG_BYTES, load_config, pars
 from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
-LLAMA = config_json(SPECS["llama"])
+LLAMA, ERNIE = config_json(SPECS["llama"]), config_json(SPECS["ernie"])
 MISTRAL, GEMMA, GEMMA_NEW = (config_json(SPECS[name]) for name in ("mistral", "gemma", "gemma_biased"))
 ROPE = LLAMA["rope_scaling"]
 
@@ -79,6 +79,35 @@ def test_an_unsupported_value_is_refused_by_key(changes, field):
 )
 def test_an_unsupported_value_of_llama_is_refused_by_key(changes, field):
     assert refused_key(LLAMA | changes) == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"use_bias": "no"}, "use_bias"),
+        ({"moe_num_experts": 64}, "moe_num_experts"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        ({"compression_ratio": 4}, "compression_ratio"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_an_unsupported_value_of_ernie_is_refused_by_key(changes, field):
+    assert refused_key(ERNIE | changes) == field
+
+
+def test_a_mixture_of_experts_of_ernie_is_refused_with_its_reason():
+    with pytest.raises(InvalidField, match="Ernie4_5_MoeForCausalLM has a mixture of experts"):
+        parse_config(ERNIE | {"architectures": ["Ernie4_5_MoeForCausalLM"]})
+
+
+def test_ernie_has_the_defaults_of_transformers_and_two_names():
+    keys = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings", "use_bias")
+    raw = {key: ERNIE[key] for key in ERNIE if key not in (*keys, "tie_word_embeddings")}
+    config = parse_config(raw)
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (2, 128, 131072)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (5e5, 1e-5, True)
+    assert parse_config(raw | {"architectures": ["Ernie4_5_ForCausalLM"]}) == config
 
 
 def test_llama_has_the_defaults_of_transformers():

@@ -60,7 +60,8 @@ def refused_field(folder: Path, config: bytes) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"]
+    "architecture",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "Ernie4_5ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"],
 )
 def test_an_odd_value_in_config_json_is_refused_by_the_name_of_its_key(tmp_path, architecture):
     model = MODEL | {"architectures": [architecture]}

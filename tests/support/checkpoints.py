@@ -43,7 +43,8 @@ class Spec:
     @property
     def biases(self) -> str:
         """Attention projections that have a bias."""
-        return "qkv" if self.model_type == "qwen2" else "qkvo" if self.extra.get("attention_bias") else ""
+        everywhere = self.extra.get("attention_bias") or self.extra.get("use_bias")
+        return "qkv" if self.model_type == "qwen2" else "qkvo" if everywhere else ""
 
     @property
     def dim(self) -> int:
@@ -100,6 +101,8 @@ SPECS = {
             extra={"attention_bias": True, "mlp_bias": True},
             seed=8,
         ),
+        Spec("ernie", "Ernie4_5ForCausalLM", tied=True, head_dim=32, kv_heads=1, extra={"rope_theta": 5e5}, seed=9),
+        Spec("ernie_bias", "Ernie4_5ForCausalLM", head_dim=24, extra={"use_bias": True}, shards=2, seed=11),
         Spec("mistral", "MistralForCausalLM", head_dim=24, extra={"sliding_window": 33}, seed=9),
         Spec("gemma", "Gemma3ForCausalLM", tied=True, head_dim=24, kv_heads=1, extra=GEMMA, seed=14),
         Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
@@ -168,7 +171,7 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
         for name in ("gate", "up"):
             tensors[p + f"mlp.{name}_proj.weight"] = normal(spec.inner, hidden, scale=hidden**-0.5)
         tensors[p + "mlp.down_proj.weight"] = normal(hidden, spec.inner, scale=3 * spec.inner**-0.5)
-        if spec.extra.get("mlp_bias"):
+        if spec.extra.get("mlp_bias") or spec.extra.get("use_bias"):
             for name, size in (("gate", spec.inner), ("up", spec.inner), ("down", hidden)):
                 tensors[p + f"mlp.{name}_proj.bias"] = normal(size, scale=0.3)
     tensors["model.norm.weight"] = norm(hidden, mean=6.0 if spec.is_gemma else 1.0)
@@ -183,9 +186,9 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray], **names: str) -> None:
     """float32, float16, int8, uint8, or bfloat16 given as uint16."""
-    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"}
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"} | names
     header, offset = {}, 0
     for name, array in tensors.items():
         header[name] = {

@@ -13,6 +13,21 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
 
+// out[0, D) = rotate(x[0, D)) with the pairs (x[2i], x[2i + 1]). norm: null, or what x is multiplied with.
+void rotate_neighbours(const float* x, int64_t dim, float factor, const float* norm, const float* cos, const float* sin,
+                       float* out) {
+  alignas(64) float normed[kMaxHeadDim];
+  if (norm != nullptr) {
+    for (int64_t i = 0; i < dim; ++i) normed[i] = x[i] * factor * norm[i];
+    x = normed;
+  }
+  for (int64_t i = 0; i < dim / 2; ++i) {
+    const float first = x[2 * i], second = x[2 * i + 1];
+    out[2 * i] = first * cos[i] - second * sin[i];
+    out[2 * i + 1] = second * cos[i] + first * sin[i];
+  }
+}
+
 // out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
 void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
                      float* out) {
@@ -26,6 +41,8 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
     }
     factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.norm_eps);
   }
+  for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
+  if (a.interleaved) return rotate_neighbours(x, dim, factor, norm, cos, sin, out);
   for (int64_t i = 0; i < half; i += 16) {
     const int n = static_cast<int>(std::min<int64_t>(16, half - i));
     Floats16 first = load_n(x + i, n), second = load_n(x + half + i, n);
@@ -37,7 +54,6 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
     store_n(out + i, sub(mul(first, c), mul(second, s)), n);
     store_n(out + half + i, add(mul(second, c), mul(first, s)), n);
   }
-  for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
 }
 
 // Returns whether x [dim] is finite in the type of the cache.

@@ -99,6 +99,7 @@ class SourceBody(Body):
     encoding: Literal["dense", "overwrite"] = "dense"
     compression: Literal["none", "zstd"] = "none"
     fingerprints: Fingerprints = {}
+    layout: Literal["auto", "huggingface", "paddle", "paddleformers"] = "auto"
 
     @property
     def names_no_source(self) -> bool:
@@ -106,7 +107,7 @@ class SourceBody(Body):
 
     @property
     def form(self) -> PartFormat:
-        return PartFormat(self.encoding, self.compression, self.fingerprints)
+        return PartFormat(self.encoding, self.compression, self.fingerprints, self.layout)
 
     def source(self, field: str, expected: str) -> Source:
         """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
@@ -146,7 +147,7 @@ class UpdateOptions(Body):
         return {**self.model_dump(exclude=BASE_FIELDS), "base": self.base}
 
 
-SOURCE_FIELDS = {"model_path", "shared_memory", "nbytes", "encoding", "compression", "fingerprints"}
+SOURCE_FIELDS = {"model_path", "shared_memory", "nbytes", "encoding", "compression", "fingerprints", "layout"}
 BASE_FIELDS = {"base_fingerprint", "base_epoch", "base_version"}
 
 

@@ -44,13 +44,13 @@ def load_config(path: str | Path) -> ModelConfig:
 
 def read_config(folder: Folder) -> ModelConfig:
     """Read the config of an open folder; see :func:`load_config`."""
-    raw = _read_json(folder, CONFIG)
-    return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
+    raw = read_json(folder, CONFIG)
+    return parse_config(raw, read_json(folder, GENERATION) if folder.has(GENERATION) else {})
 
 
 def read_eos_token_ids(folder: Folder) -> tuple[int, ...] | None:
     """Return the EOS ids of the folder's generation_config.json; None if it names none. Raises InvalidField."""
-    value = _read_json(folder, GENERATION).get("eos_token_id")
+    value = read_json(folder, GENERATION).get("eos_token_id")
     return None if value is None else eos_ids(value)
 
 
@@ -79,7 +79,8 @@ def build_model(config: ModelConfig, ops: Ops, max_model_len: int, quantization:
     return model
 
 
-def _read_json(folder: Folder, file: str) -> dict[str, Any]:
+def read_json(folder: Folder, file: str) -> dict[str, Any]:
+    """Return the JSON object of a config file. Raises InvalidField, which names the file."""
     try:
         value = json.loads(folder.read(file, MAX_CONFIG_BYTES), parse_int=_integer)
     except OSError as error:

@@ -52,15 +52,16 @@ class ByLayer:
 
 @dataclass(frozen=True)
 class Attention:
-    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. window: see ``AttentionSpec``.
-    scale: of the scores; None: 1 / sqrt(head_dim). post_norm: the name of the norm of what is added to the residual,
-    "" for none."""
+    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved, window: see
+    ``AttentionSpec``. scale: of the scores; None: 1 / sqrt(head_dim). post_norm: the name of the norm of what is added
+    to the residual, "" for none."""
 
     config: ModelConfig
     rope: Rope
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    interleaved: bool = False
     window: int = 0
     scale: float | None = None
     post_norm: str = ""
@@ -99,6 +100,7 @@ class Attention:
             q_norm=norm("q_norm", self.qk_norm),
             k_norm=norm("k_norm", self.qk_norm),
             norm_eps=c.rms_norm_eps,
+            interleaved=int(self.interleaved),
             window=self.window,
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])

@@ -69,9 +69,10 @@ class AttentionBatch(NamedTuple):
 class AttentionSpec(NamedTuple):
     """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
     with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
-    None; norm_eps is the epsilon of these two. window: how many tokens a token attends to, itself and those before it;
-    0: all. The cache has the keys of all tokens, but those outside the window are not read, except in the block of keys
-    in which the window begins."""
+    None; norm_eps is the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead,
+    as in GPT-J; else 0. window: how many tokens a token attends to, itself and those before it; 0: all. The cache has
+    the keys of all tokens, but those outside the window are not read, except in the block of keys in which the window
+    begins."""
 
     layer: int
     num_heads: int
@@ -83,6 +84,7 @@ class AttentionSpec(NamedTuple):
     q_norm: paddle.Tensor | None
     k_norm: paddle.Tensor | None
     norm_eps: float
+    interleaved: int = 0
     window: int = 0
 
 

@@ -280,7 +280,7 @@ class ReferenceOps:
         positions = paddle.to_tensor(batch.positions)
         cos = paddle.index_select(spec.rope_cos, positions).unsqueeze(1)
         sin = paddle.index_select(spec.rope_sin, positions).unsqueeze(1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = (rotate(one, cos, sin, bool(spec.interleaved)) for one in (q, k))
         sequence = np.repeat(np.arange(len(batch.starts)), np.diff(batch.cu_tokens))
         slots = paddle.to_tensor(
             slots_of(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0]

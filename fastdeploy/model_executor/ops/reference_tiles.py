@@ -76,9 +76,12 @@ def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
     return paddle.nn.functional.silu(x)
 
 
-def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
+def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
     """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
-    i + dim / 2."""
+    i + dim / 2. interleaved: dimension 2i is rotated with dimension 2i + 1."""
+    if interleaved:
+        even, odd = x[:, :, ::2], x[:, :, 1::2]
+        return paddle.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
     low, high = paddle.split(x, 2, axis=-1)
     return paddle.concat([low * cos - high * sin, high * cos + low * sin], axis=-1)
 

@@ -68,11 +68,20 @@ class _Constants(NamedTuple):
     sin: paddle.Tensor
 
 
-def _constants_of(layer: DecoderLayer) -> _Constants:
-    [spec] = [block.attention for block in layer.blocks if isinstance(block, AttentionBlock)]
-    [activation] = [block.activation for block in layer.blocks if isinstance(block, MlpBlock)]
-    cos, sin = (paddle.concat([table, table], axis=1) for table in (spec.rope_cos, spec.rope_sin))
-    return _Constants(spec, activation, cos, sin)
+def _constants_of(layers: Iterable[DecoderLayer]) -> list[_Constants]:
+    """Return the constants of each layer. Layers with the same rotary embedding share its tables, which are large."""
+    found: list[_Constants] = []
+    tables: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+    for layer in layers:
+        [spec] = [block.attention for block in layer.blocks if isinstance(block, AttentionBlock)]
+        [activation] = [block.activation for block in layer.blocks if isinstance(block, MlpBlock)]
+        if id(spec.rope_cos) not in tables:
+            first, second = _rotated_pairs(spec)
+            pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
+            cos, sin = (paddle.index_select(table, pairs, axis=1) for table in (spec.rope_cos, spec.rope_sin))
+            tables[id(spec.rope_cos)] = cos, sin
+        found.append(_Constants(spec, activation, *tables[id(spec.rope_cos)]))
+    return found
 
 
 class Decoder:
@@ -80,13 +89,13 @@ class Decoder:
 
     def __init__(self, model: Model, weights: ModelWeights):
         self._config, self._embedding_scale = model.config, model.embedding_scale
-        self._layers = [_constants_of(layer) for layer in weights.layers]
-        spec = self._layers[0].attention  # the heads are those of all layers
+        self._layers = _constants_of(weights.layers)
+        spec = self._layers[0].attention  # the heads and the pairs are those of all layers
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        # x @ quarter_turn = (-second half of x, first half of x): faster with gradients than split and concat.
-        half = self._head_dim // 2
-        turn = np.zeros((2 * half, 2 * half), np.float32)
-        turn[half:, :half], turn[:half, half:] = -np.eye(half), np.eye(half)
+        first, second = _rotated_pairs(spec)
+        # x @ quarter_turn turns each pair (a, b) into (-b, a): faster with gradients than split and concat.
+        turn = np.zeros((spec.head_dim, spec.head_dim), np.float32)
+        turn[second, first], turn[first, second] = -1, 1
         self._quarter_turn = paddle.to_tensor(turn)
 
     def hidden(self, leaves: Mapping[str, Leaf], ids: paddle.Tensor) -> paddle.Tensor:
@@ -171,6 +180,12 @@ def _gated(gate_up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
         return F.swiglu(gate_up)
     gate, up = paddle.split(gate_up, 2, axis=1)
     return F.gelu(gate, approximate=True) * up
+
+
+def _rotated_pairs(spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two dimensions of each pair that the rotary embedding rotates, each int64 [head_dim // 2]."""
+    half = np.arange(spec.head_dim // 2)
+    return (2 * half, 2 * half + 1) if spec.interleaved else (half, half + len(half))
 
 
 def _linear(x: paddle.Tensor, leaf: Leaf) -> paddle.Tensor:

@@ -20,6 +20,7 @@ import paddle
 from fastdeploy.core.errors import InvalidField, NonFiniteLogits
 from fastdeploy.core.serving_dtype import widen
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops import get_ops
@@ -46,7 +47,7 @@ def read_parameters(path: str, model: Model) -> dict[str, paddle.Tensor]:
     Raises WeightUpdateRefused, which names the tensor that is missing, unknown or damaged."""
     shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
     with open_source(FolderSource(path)) as reader:
-        reader.check(shapes | {alias: shapes[name] for alias, name in model.aliases.items()})
+        describe(reader, model)
         if missing := sorted(shapes.keys() - reader.entries.keys()):
             raise refuse_tensor(missing[0], f"is missing in {path}")
         return {name: paddle.to_tensor(widen(reader.read(name)), stop_gradient=False) for name in shapes}

@@ -41,7 +41,7 @@ def make_spec(rng: np.random.Generator, shape: Shape, layer: int = 0, window: in
     q_norm, k_norm = norm if shape.norms else (None, None)
     return AttentionSpec(
         layer, shape.heads, shape.kv_heads, shape.dim, shape.dim**-0.5, paddle.to_tensor(np.cos(angles)),
-        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6, window,
+        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6, window=window,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models import load_config
 from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.ernie import ErnieConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 from fastdeploy.model_executor.models.mistral import MistralConfig
@@ -22,6 +23,7 @@ def plain_logprobs(
     frequencies = rope_frequencies(config.head_dim, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
+    neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
     ropes, windows = [rope_tables(frequencies, 512)] * config.num_hidden_layers, [window] * config.num_hidden_layers
@@ -41,8 +43,10 @@ def plain_logprobs(
 
     def rotated(x: paddle.Tensor, layer: int) -> paddle.Tensor:
         half = config.head_dim // 2
-        cos, sin = (paddle.concat([table, table], 1) for table in ropes[layer])
+        cos, sin = (t.repeat_interleave(2, 1) if neighbours else paddle.concat([t, t], 1) for t in ropes[layer])
         turned = paddle.concat([-x[..., half:], x[..., :half]], -1)
+        if neighbours:
+            turned = paddle.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
         return x * cos[: x.shape[1]] + turned * sin[: x.shape[1]]
 
     def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:

@@ -58,7 +58,7 @@ def test_gradients_are_those_of_plain_paddle_at_the_rounded_weights(checkpoints,
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen2", "qwen2_tied", "qwen3_wide", "llama", "llama_tied", "mistral", "gemma"]
+    "model", ["qwen2", "qwen2_tied", "qwen3_wide", "llama", "llama_tied", "ernie_bias", "mistral", "gemma"]
 )
 def test_log_probabilities_and_gradients_are_those_of_transformers(checkpoints, torch_process, model):
     few = samples()[::4]

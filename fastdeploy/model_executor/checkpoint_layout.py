@@ -1,0 +1,187 @@
+"""Layouts of checkpoints: where each tensor of a model lies in the stored tensors.
+
+The rest of the engine knows the Hugging Face layout only: its names, a weight as [out, in], q, k and v apart, gate and
+up apart. Fingerprints, sha256 and exports are those of this layout. A Paddle checkpoint is described in it here, before
+a value is read: the values of a fused or transposed tensor are picked while they are read (``View``).
+
+A layout is chosen once for a source, by what its folder or its call says, and never by a tensor. A square weight would
+look right in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORMERS
+from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models import CONFIG, read_json
+from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
+from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, View, refuse_tensor
+
+QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
+PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
+# What Paddle names in another way: the names of the models of FastDeploy, and of their layers.
+RENAMED = (
+    (re.compile(r"^(ernie|qwen2|llama)\."), "model."),
+    (re.compile(r"^model\.embed_tokens\.embeddings\.weight$"), EMBEDDING),
+    (re.compile(r"^lm_head\.linear\.weight$"), LM_HEAD),
+    (re.compile(r"\.qk_norm\.([qk])_norm\."), r".\1_norm."),
+)
+DTYPE_SINCE = (4, 56)  # from this version on transformers writes the key "dtype", as Paddle does
+
+
+class Layout(NamedTuple):
+    """A layout, and what it was chosen by (for messages)."""
+
+    name: str
+    reason: str
+
+
+class _Part(NamedTuple):
+    """Columns of a stored tensor that make a tensor of the model. See ``View`` for run and step."""
+
+    name: str
+    first: int
+    size: int
+    run: int
+    step: int
+
+
+def describe(reader: SafetensorsReader, model: Model, declared: str = AUTO) -> None:
+    """Replace the entries of ``reader`` by those of the Hugging Face layout, and check their names, shapes and types.
+    declared: the layout, or AUTO: what the source says of itself. Raises WeightUpdateRefused, which names the tensor
+    as it is stored."""
+    layout = find_layout(reader, declared)
+    shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
+    shapes |= {alias: shapes[name] for alias, name in model.aliases.items()}
+    if layout.name == HUGGINGFACE:
+        _refuse_transposed(reader.entries, shapes, layout)
+    else:
+        reader.entries = dict(_described(reader.entries, shapes, model.config, layout))
+    reader.check(shapes)
+
+
+def find_layout(reader: SafetensorsReader, declared: str = AUTO) -> Layout:
+    """Return the layout of a source. A folder tells it by config.json, as FastDeploy and PaddleFormers do. Raises
+    WeightUpdateRefused for a config.json that cannot be read."""
+    if declared != AUTO:
+        return Layout(declared, "the layout of the call")
+    if reader.folder is None:
+        return Layout(HUGGINGFACE, "no layout in the call")
+    try:
+        raw = read_json(reader.folder, CONFIG) if reader.folder.has(CONFIG) else {}
+    except InvalidField as error:
+        raise WeightUpdateRefused(error.message, key=error.field) from error
+    paddle = PADDLEFORMERS if "paddleformers_version" in raw else PADDLE
+    if reader.pickled:
+        return Layout(paddle, "a .pdparams file")
+    if raw.get("source") == "paddle":
+        return Layout(paddle, f'"source": "paddle" in {CONFIG}')
+    if "torch_dtype" in raw or "dtype" not in raw:
+        return Layout(HUGGINGFACE, f"torch_dtype, or no dtype, in {CONFIG}")
+    if _wrote_dtype(raw.get("transformers_version")):
+        return Layout(HUGGINGFACE, f"transformers_version in {CONFIG}")
+    return Layout(paddle, f"dtype without torch_dtype and transformers_version in {CONFIG}")
+
+
+def _wrote_dtype(version: Any) -> bool:
+    """Return whether this version of transformers, None for none, writes "dtype" where older ones wrote
+    "torch_dtype"."""
+    if not isinstance(version, str):
+        return False
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
+    return found is None or (int(found[1]), int(found[2])) >= DTYPE_SINCE
+
+
+def _described(
+    stored: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each tensor in the Hugging Face layout."""
+    origins: dict[str, str] = {}
+    for stored_name, entry in stored.items():
+        name = stored_name
+        for pattern, new in RENAMED:
+            name = pattern.sub(new, name)
+        entry = _with_bfloat16(stored_name, entry)
+        parts = list(_parts(name, shapes, config, layout))
+        _check_stored(stored_name, name, entry, parts, shapes, layout)
+        for part in parts:
+            if part.name in origins:
+                raise refuse_tensor(stored_name, f"of {entry.file} has the values of {origins[part.name]}, too")
+            origins[part.name] = stored_name
+            yield part.name, _viewed(entry, part, name, shapes)
+
+
+def _parts(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout) -> Iterator[_Part]:
+    fused = next((kind for kind in PARTS if kind in name), None)
+    names = [name] if fused is None else [name.replace(fused, part) for part in PARTS[fused]]
+    if not all(one in shapes for one in names):
+        yield _Part(name, 0, 0, 0, 0)  # of no use to this model: the check of names refuses it
+        return
+    sizes = [shapes[one][0] for one in names]
+    groups = config.num_key_value_heads if fused == QKV and layout.name == PADDLEFORMERS else 1
+    step, first = sum(sizes) // groups, 0
+    for one, size in zip(names, sizes, strict=True):
+        run = size // groups
+        yield _Part(one, first, size, run, step)
+        first += run
+
+
+def _check_stored(
+    stored_name: str,
+    name: str,
+    entry: TensorEntry,
+    parts: list[_Part],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+) -> None:
+    """Raise WeightUpdateRefused unless the stored tensor has the shape of the layout."""
+    shape = shapes.get(parts[0].name)
+    if shape is None:
+        return
+    if len(shape) == 1:
+        expected: list[tuple[int, ...]] = [(sum(part.size for part in parts),)]
+    elif name == EMBEDDING:
+        expected = [shape]
+    else:
+        expected = [(shape[1], sum(part.size for part in parts))]
+        if name == LM_HEAD:
+            expected += [shape]  # PaddleFormers keeps it as [vocabulary, hidden], FastDeploy as [hidden, vocabulary]
+    if entry.shape not in expected:
+        wanted = " or ".join(str(list(one)) for one in expected)
+        raise _refuse_shape(stored_name, entry, wanted, layout)
+
+
+def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
+    shape = shapes.get(part.name)
+    if shape is None or name == EMBEDDING or (name == LM_HEAD and entry.shape == shape):
+        return entry
+    rows, columns, stride = shape[0], 1 if len(shape) == 1 else shape[1], entry.shape[-1]
+    if columns == 1 and rows == stride:
+        return entry
+    size = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 0  # the check of types refuses it
+    view = View(stride, part.run, part.step)
+    offset = entry.offset + part.first * size
+    return entry._replace(shape=shape, offset=offset, nbytes=rows * columns * size, view=view)
+
+
+def _with_bfloat16(name: str, entry: TensorEntry) -> TensorEntry:
+    """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16."""
+    return entry._replace(dtype="BF16") if entry.dtype == "U16" else entry
+
+
+def _refuse_transposed(
+    entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], layout: Layout
+) -> None:
+    """Refuse a tensor that has the wrong way round, with the reason why it is read in this layout."""
+    for name, entry in entries.items():
+        if len(entry.shape) == 2 and entry.shape == shapes.get(name, ())[::-1] != shapes[name]:
+            raise _refuse_shape(name, entry, str(list(shapes[name])), layout)
+
+
+def _refuse_shape(name: str, entry: TensorEntry, expected: str, layout: Layout) -> WeightUpdateRefused:
+    what = f"expected {expected} in the layout {layout.name!r}, which was chosen by {layout.reason}"
+    return refuse_tensor(name, f"of {entry.file} has shape {list(entry.shape)}; {what}")

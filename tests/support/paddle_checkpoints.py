@@ -1,0 +1,92 @@
+"""Tiny checkpoints in Paddle's layouts, of the specs of checkpoints.py."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.checkpoints import BFLOAT16, Spec, bfloat16_bits, config_json, random_tensors, write_safetensors
+
+Tensors = dict[str, np.ndarray]
+FASTDEPLOY = {"ernie4_5": "ernie", "qwen2": "qwen2"}  # prefixes of its models
+
+
+def stored(spec: Spec, tensors: Tensors) -> Tensors:
+    """float32 -> the spec's dtype; bfloat16 as uint16."""
+    if spec.dtype == BFLOAT16:
+        return {name: bfloat16_bits(array) for name, array in tensors.items()}
+    return {name: array.astype(spec.dtype) for name, array in tensors.items()}
+
+
+def paddle_tensors(spec: Spec, tensors: Tensors, fused: str = "", fastdeploy_names: bool = False) -> Tensors:
+    """Tensors of the Hugging Face layout in Paddle's. fused: "" (q, k, v, gate, up apart), "paddle" (q, then k, then
+    v) or "paddleformers" (of each key-value head its q, its k, its v)."""
+    out: Tensors = {}
+    head_is_transposed = fused != "paddleformers"
+    for name, array in tensors.items():
+        keep = (
+            array.ndim == 1 or name.startswith("model.embed") or (name == "lm_head.weight" and not head_is_transposed)
+        )
+        out[name] = array if keep else np.ascontiguousarray(array.T)
+    for name in list(out) if fused else ():
+        if "q_proj" in name:
+            q, k, v = (out.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv")
+            groups = spec.kv_heads if fused == "paddleformers" else 1
+            split = (np.split(one, groups, -1) for one in (q, k, v))
+            out[name.replace("q_proj", "qkv_proj")] = np.concatenate(
+                [x for one in zip(*split, strict=True) for x in one], -1
+            )
+        elif "gate_proj" in name:
+            both = [out.pop(name.replace("gate_proj", f"{x}_proj")) for x in ("gate", "up")]
+            out[name.replace("gate_proj", "up_gate_proj")] = np.concatenate(both, -1)
+    if fastdeploy_names:
+        out = {_fastdeploy_name(spec, name): array for name, array in out.items()}
+    return out
+
+
+def _fastdeploy_name(spec: Spec, name: str) -> str:
+    for ours, theirs in (("embed_tokens.weight", "embed_tokens.embeddings.weight"), ("lm_head.", "lm_head.linear.")):
+        name = name.replace(ours, theirs)
+    prefix = FASTDEPLOY.get(spec.model_type)
+    return f"{prefix}.{name.removeprefix('model.')}" if prefix and name.startswith("model.") else name
+
+
+def paddle_config(spec: Spec, fused: str = "") -> dict[str, Any]:
+    config = config_json(spec)
+    config["dtype"] = config.pop("torch_dtype")
+    return config | ({"paddleformers_version": "1.2.0"} if fused == "paddleformers" else {})
+
+
+def write_paddle_checkpoint(
+    folder: Path,
+    spec: Spec,
+    tensors: Tensors | None = None,
+    fused: str = "",
+    kind: str = "safetensors",
+    fastdeploy_names: bool = False,
+    files: int = 1,
+    **config: Any,
+) -> Path:
+    """A folder in Paddle's layout. kind: of the files, "safetensors", "uint16" (safetensors that call bfloat16 U16) or
+    "pdparams". files: how many; more than one have an index. config: further keys of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(paddle_config(spec, fused) | config))
+    tensors = paddle_tensors(spec, tensors or random_tensors(spec), fused, fastdeploy_names)
+    tensors = stored(spec, tensors)
+    stem, ending = ("model_state", "pdparams") if kind == "pdparams" else ("model", "safetensors")
+    weight_map = {}
+    for number in range(files):
+        part = dict(list(tensors.items())[number::files])
+        file = f"{stem}.{ending}" if files == 1 else f"{stem}-{number + 1:05}-of-{files:05}.{ending}"
+        weight_map |= dict.fromkeys(part, file)
+        if kind == "pdparams":
+            (folder / file).write_bytes(pickle.dumps(part, protocol=4))
+        else:
+            write_safetensors(folder / file, part, **({"uint16": "U16"} if kind == "uint16" else {}))
+    if files > 1:
+        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
