@@ -94,7 +94,6 @@ class Attention:
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=c.head_dim,
-            window=self.window,
             scale=c.head_dim**-0.5 if self.scale is None else self.scale,
             rope_cos=self.rope.cos,
             rope_sin=self.rope.sin,
@@ -102,6 +101,7 @@ class Attention:
             k_norm=norm("k_norm", self.qk_norm),
             norm_eps=c.rms_norm_eps,
             interleaved=int(self.interleaved),
+            window=self.window,
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
         post_norm = norm("attention_out_norm", bool(self.post_norm))

@@ -157,6 +157,6 @@ def build(config: GemmaConfig, ops: Ops, max_model_len: int) -> Model:
 
 ARCHITECTURES = {"Gemma3ForCausalLM": Architecture(read_config, build)}
 REFUSED = {
-    "Gemma3ForConditionalGeneration": "takes images, which is not supported: save its "
-    "text model alone, as Gemma3ForCausalLM"
+    "Gemma3ForConditionalGeneration": "takes images, which is not supported: save its text model alone, as "
+    "Gemma3ForCausalLM"
 }

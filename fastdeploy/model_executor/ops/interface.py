@@ -67,18 +67,17 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of one layer. window: how many tokens a token attends to, itself and those before it; 0: all. The
-    cache holds the keys of all tokens, but those more than some 64 tokens outside the window are not read.
-
-    rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated with dimension i + head_dim / 2,
-    as in GPT-NeoX. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead, as in GPT-J; else 0.
-    q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or None; norm_eps is the epsilon of these two."""
+    """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
+    with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
+    None; norm_eps is the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead,
+    as in GPT-J; else 0. window: how many tokens a token attends to, itself and those before it; 0: all. The cache has
+    the keys of all tokens, but those outside the window are not read, except in the block of keys in which the window
+    begins."""
 
     layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int
     scale: float
     rope_cos: paddle.Tensor
     rope_sin: paddle.Tensor
@@ -86,6 +85,7 @@ class AttentionSpec(NamedTuple):
     k_norm: paddle.Tensor | None
     norm_eps: float
     interleaved: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,8 @@ def make_spec(rng: np.random.Generator, shape: Shape, layer: int = 0, window: in
     norm = [paddle.to_tensor(rng.uniform(0.5, 1.5, shape.dim).astype(np.float32)) for _ in range(2)]
     q_norm, k_norm = norm if shape.norms else (None, None)
     return AttentionSpec(
-        layer, shape.heads, shape.kv_heads, shape.dim, window, shape.dim**-0.5, paddle.to_tensor(np.cos(angles)),
-        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6,
+        layer, shape.heads, shape.kv_heads, shape.dim, shape.dim**-0.5, paddle.to_tensor(np.cos(angles)),
+        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6, window=window,
     )  # fmt: skip
 
 
