@@ -56,6 +56,7 @@ INSIDE = (
     "benchmarks.lib.fleet",  # a fleet of engines without a model
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
+    "benchmarks.layouts",
     "benchmarks.ops",
     "benchmarks.quantization",
     "benchmarks.speculation",  # the index of drafts, without a server
