@@ -114,7 +114,7 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     given_model = args.folder or args.model
     model = os.path.abspath(given_model or MODEL_DIR)
     if not os.path.isfile(os.path.join(model, "config.json")):
-        raise InvalidField("model", f"expected a Hugging Face folder with a config.json, got {model!r}")
+        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}")
     name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
     any_path = ["/"] if is_loopback(args.host) else []
     roots = any_path if args.model_root is None else args.model_root

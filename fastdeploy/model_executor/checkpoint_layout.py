@@ -78,7 +78,7 @@ def find_layout(reader: SafetensorsReader, declared: str = AUTO) -> Layout:
     except InvalidField as error:
         raise WeightUpdateRefused(error.message, key=error.field) from error
     paddle = PADDLEFORMERS if "paddleformers_version" in raw else PADDLE
-    if reader.pickled:
+    if reader.has_pdparams:
         return Layout(paddle, "a .pdparams file")
     if raw.get("source") == "paddle":
         return Layout(paddle, f'"source": "paddle" in {CONFIG}')

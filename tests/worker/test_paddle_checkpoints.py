@@ -207,6 +207,12 @@ def test_a_folder_with_two_kinds_of_weights_and_a_snapshot_of_many_ranks_are_ref
     with pytest.raises(WeightUpdateRefused, match="only a snapshot of one rank"):
         stage(runner, FolderSource(str(folder)))
     (folder / "model_state.tp1.0.pdparams").rename(folder / "model_state.tp0.7.pdparams")
-    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too.
+    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too. It may be a file of safetensors.
     (folder / "config.json").write_text(json.dumps(config_json(spec)))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    write_safetensors(folder / "model_state.tp0.7.pdparams", paddle_tensors(spec, random_tensors(spec), "paddle", True))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    tensors = list(paddle_tensors(spec, random_tensors(spec), "paddle", True).items())
+    for i in range(2):
+        write_safetensors(folder / f"model_state.tp0.7.part{i}.pdparams", dict(tensors[i::2]))
     assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
