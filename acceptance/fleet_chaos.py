@@ -21,7 +21,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from acceptance.lib.chaos.run import Chaos, Options, Pause
-from benchmarks.lib.report import percentile, plain_table
+from benchmarks.lib.report import plain_table
+from fastdeploy.bench.stats import percentile
 from fastdeploy.core.process import collect_rarely
 
 TARGET_MS = 50.0  # above one step

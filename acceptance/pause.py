@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from acceptance.lib.pause_report import measure, show_checks, show_outcome, show_peer
 from acceptance.lib.scenarios import Acceptance, Options, Outcome, allow_files
 from acceptance.lib.verdicts import Check
-from benchmarks.lib.client import Client, ServerError
 from benchmarks.lib.dialect import DIALECTS, Dialect
 from benchmarks.lib.report import Printer, json_flag, write_json
+from fastdeploy.bench.client import Client, ServerError
 
 WAITING = 12  # streams that wait while the others run, without --streams
 

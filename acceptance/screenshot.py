@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.processes import started
 from benchmarks.lib.roofline import Shape
 from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.make_adapters import write_adapter
+from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
 
 if TYPE_CHECKING:

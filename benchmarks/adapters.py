@@ -25,16 +25,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.compare import Prober, compare, to_json
-from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, LoadComparison, machine_line
 from benchmarks.lib.contenders import READY_S, RunningEngines
 from benchmarks.lib.engines import DEFAULT_LIMITS, Engine, installed
 from benchmarks.lib.loads import AdapterStreams, adapter_name
 from benchmarks.lib.report import Printer, json_flag, numbers, optional, some_of, write_json
 from benchmarks.lib.roofline import Shape, middle, probe
-from benchmarks.lib.timeline import StreamLog
-from benchmarks.lib.workload import completion, prompt_ids
 from benchmarks.make_adapters import adapter_bytes, write_adapter
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.bench.workload import completion, prompt_ids
 
 BASE = "base"
 PROBE_TOKENS = 12  # of each answer that `check_adapters` compares

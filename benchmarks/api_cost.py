@@ -28,11 +28,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client, ServerError
 from benchmarks.lib.engines import DEFAULT_LIMITS, ours
 from benchmarks.lib.processes import command_words, cpu_seconds, started
 from benchmarks.lib.report import Printer, json_flag, write_json
-from benchmarks.lib.workload import completion, prompt_ids
+from fastdeploy.bench.client import Client, ServerError
+from fastdeploy.bench.workload import completion, prompt_ids
 
 SERVED = "served"
 API_SERVER = "fastdeploy.entrypoints.api_server"

@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.contenders import READY_S, Contender, RunningEngines
 from benchmarks.lib.costs import HEADER as COSTS_HEADER
@@ -37,6 +36,7 @@ from benchmarks.lib.engines import DEFAULT_LIMITS, ENGINES, Engine, Limits, inst
 from benchmarks.lib.loads import DEFAULT_LOADS, LOAD_NAMES, Figures, Load, loads_of
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
+from fastdeploy.bench.client import FAILURES, Client
 
 SERVED = "q05"
 Prober = Callable[[], Machine | None]

@@ -19,7 +19,8 @@ import uvloop
 
 from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs
-from benchmarks.lib.report import percentile, plain_table
+from benchmarks.lib.report import plain_table
+from fastdeploy.bench.stats import percentile
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.inter_communicator import messages as m

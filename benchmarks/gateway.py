@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.gateways.serve import MODEL
 from benchmarks.lib.processes import (
     ServerProcess,
@@ -31,8 +30,10 @@ from benchmarks.lib.processes import (
     session_processes,
     started,
 )
-from benchmarks.lib.report import json_flag, markdown, percentile, write_json
-from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.report import json_flag, markdown, write_json
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.stats import percentile
+from fastdeploy.bench.timeline import StreamLog
 
 START_S = 90.0
 ROUTERS = {"smg": "smg.launch_router", "vllm-router": "vllm_router.launch_router",

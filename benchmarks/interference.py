@@ -33,12 +33,13 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.engines import Limits, ours
 from benchmarks.lib.processes import started
-from benchmarks.lib.report import Printer, json_flag, markdown, numbers, percentile, write_json
-from benchmarks.lib.timeline import StreamLog, gaps, median_step
-from benchmarks.lib.workload import completion, prompt_ids
+from benchmarks.lib.report import Printer, json_flag, markdown, numbers, write_json
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.stats import percentile
+from fastdeploy.bench.timeline import StreamLog, gaps, median_step
+from fastdeploy.bench.workload import completion, prompt_ids
 
 SERVED = "served"
 READY_S = 300.0

@@ -35,12 +35,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.processes import started
 from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.lib.tensors import WEIGHTS, float32_tensors
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
+from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
 
 MOVE = 3e-3  # of a weight, relative: about half a step of bfloat16, which is 3.9e-3 to 7.8e-3

@@ -174,7 +174,7 @@ def attention_specs(shape: Shape, positions: int) -> list[AttentionSpec]:
     dim = shape.head_dim
     cos, sin = paddle.rand([positions, dim // 2]), paddle.rand([positions, dim // 2])
     return [
-        AttentionSpec(layer, shape.heads, shape.kv_heads, dim, dim**-0.5, cos, sin, None, None, 1e-6)
+        AttentionSpec(layer, shape.heads, shape.kv_heads, dim, 0, dim**-0.5, cos, sin, None, None, 1e-6)
         for layer in range(shape.layers)
     ]
 

@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.workload import prompt_ids
 from benchmarks.mismatch import difference
 from benchmarks.ops import BLOCK, measure
 from benchmarks.step import make_steps
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
 from fastdeploy import LLM, SamplingParams
+from fastdeploy.bench.workload import prompt_ids
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.scoring import Scorer
@@ -49,9 +49,9 @@ def mismatch_rows(model: Path, prompts: Sequence[list[int]], max_tokens: int) ->
     """Sample one answer to each prompt with int8. Return the figures of each scorer."""
     params = [SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=0, seed=i) for i in range(len(prompts))]
     with LLM(str(model), dtype="bfloat16", quantization="int8") as llm:
-        choices = [output.choices[0] for output in llm.generate(prompts, params)]
+        choices = [output.outputs[0] for output in llm.generate(prompts, params)]
     samples = [(prompt, choice.token_ids) for prompt, choice in zip(prompts, choices, strict=True)]
-    served = np.array([one.logprob for choice in choices for one in choice.logprobs], np.float32)
+    served = np.array([one for choice in choices for one in choice.token_logprobs], np.float32)
     found = []
     for quantization in QUANTIZATIONS:
         scored = Scorer(str(model), "bfloat16", quantization=quantization).logprobs(samples).numpy()

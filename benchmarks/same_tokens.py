@@ -34,11 +34,11 @@ def rows(outputs: Sequence[Any]) -> list[Any]:
         [
             (
                 list(choice.token_ids),
-                [(one.logprob.hex(), [(token, value.hex()) for token, value in one.top]) for one in choice.logprobs],
-                [one.logprob.hex() for one in choice.prompt_logprobs or []],
+                [(one.logprob.hex(), [(token, value.hex()) for token, value in one.top]) for one in choice.entries],
+                [one.logprob.hex() for one in output.prompt_entries or []],
                 choice.finish_reason,
             )
-            for choice in output.choices
+            for choice in output.outputs
         ]
         for output in outputs
     ]
@@ -51,14 +51,14 @@ def checksum(model: str | None, dtype: str, count: int) -> str:
     greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
     sampled = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, top_k=40, min_p=0.01, repetition_penalty=1.1,
-                       seed=i, logprobs=2, logprobs_mode="processed", ignore_eos=True)
+                       seed=i, n=2, logprobs=2, logprobs_mode="processed", ignore_eos=True)
         for i in range(count)
     ]  # fmt: skip
     of_prompts = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
     with LLM(model, dtype=dtype, num_gpu_blocks_override=512, max_model_len=512, max_num_seqs=16) as llm:
         results = [
             rows(llm.generate(prompts, greedy)),
-            rows(llm.generate(prompts, sampled, n=2)),
+            rows(llm.generate(prompts, sampled, first_choice=range(0, 2 * count, 2))),
             rows(llm.generate(prompts[:8], of_prompts)),
         ]
     return hashlib.sha256(json.dumps(results).encode()).hexdigest()

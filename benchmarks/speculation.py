@@ -34,14 +34,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import make_model
-from benchmarks.lib.client import Client
 from benchmarks.lib.engines import ours
 from benchmarks.lib.processes import started
 from benchmarks.lib.report import Printer, json_flag, markdown, some_of, write_json
 from benchmarks.lib.text_models import write_editor, write_large_embedded
-from benchmarks.lib.workload import prompt_ids
 from examples.embedded_model import arithmetic, tokenizer
 from fastdeploy import LLM, SamplingParams
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.workload import prompt_ids
 from fastdeploy.scheduler.ngram_index import NgramIndex, Text
 
 SERVED = "model"
@@ -217,10 +217,10 @@ class Sample:
 def generated_groups(count: int) -> list[list[tuple[list[int], list[int]]]]:
     """Return the prompt and the output of 8 samples of the embedded model at temperature 1, for each group."""
     prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in arithmetic.problems(0, count)]
-    params = [SamplingParams(temperature=1.0, max_tokens=320, seed=i) for i in range(count)]
+    params = [SamplingParams(n=8, temperature=1.0, max_tokens=320, seed=i) for i in range(count)]
     with LLM(max_num_seqs=64) as llm:
-        outputs = llm.generate(prompts, params, n=8)
-    return [[(prompt, c.token_ids) for c in o.choices] for prompt, o in zip(prompts, outputs, strict=True)]
+        outputs = llm.generate(prompts, params)
+    return [[(prompt, c.token_ids) for c in o.outputs] for prompt, o in zip(prompts, outputs, strict=True)]
 
 
 def tokens_per_step(groups: Sequence[Sequence[tuple[list[int], list[int]]]], most: int, together: bool) -> float:

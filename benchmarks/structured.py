@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
-from fastdeploy import LLM, SamplingParams, grammars
+from fastdeploy import LLM, GuidedDecodingParams, SamplingParams
 
 # JSON as long as one likes, with strings, numbers and nesting.
 ITEM = {
@@ -35,7 +36,7 @@ def measure(llm: LLM, sampling: SamplingParams, streams: int) -> tuple[float, fl
     began, cpu_began = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, sampling)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    num_tokens = sum(len(output.choices[0].token_ids) for output in outputs)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return num_tokens / seconds, num_tokens / cpu_seconds
 
 
@@ -48,9 +49,10 @@ def main() -> None:
     parser.add_argument("--logprobs", type=int, help="log probabilities of so many of the best tokens")
     parser.add_argument("--logprobs-mode", choices=("raw", "temperature", "processed"), default="raw")
     args = parser.parse_args()
-    fields = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode}
+    fields: dict[str, Any] = {"max_tokens": args.tokens, "seed": 1, "logprobs": args.logprobs}
+    fields["logprobs_mode"] = args.logprobs_mode
     plain = SamplingParams(**fields, ignore_eos=True)
-    with_grammar = SamplingParams(**fields, grammar=grammars.json_schema(SCHEMA))
+    with_grammar = SamplingParams(**fields, guided_decoding=GuidedDecodingParams(json=SCHEMA))
     with LLM(args.model, enable_speculative_decoding=False, max_num_seqs=args.streams) as llm:
         for sampling in (plain, with_grammar):
             measure(llm, sampling, args.streams)

@@ -28,7 +28,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.checkpoint import Checkpoint
-from benchmarks.lib.client import Client
 from benchmarks.lib.contenders import READY_S, RunningEngines
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
@@ -36,6 +35,7 @@ from benchmarks.lib.report import Printer, json_flag, some_of, write_json
 from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.lib.update import Delta, Folder, FolderOnDisk, OneSet, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
+from fastdeploy.bench.client import Client
 
 SERVED = "base"
 FOLDER, DISK, SHARED, UPLOAD, ONE_SET, DELTA = KINDS = (

@@ -7,23 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy.core.process import VERSION as __version__
 
-__all__ = ["LLM", "SamplingParams", "__version__", "grammars"]
+__all__ = ["LLM", "GuidedDecodingParams", "SamplingParams", "__version__", "version"]
 
 if TYPE_CHECKING:
-    from fastdeploy.client import grammars
-    from fastdeploy.core.sampling_params import SamplingParams
+    from fastdeploy.core.offline_params import GuidedDecodingParams, SamplingParams
     from fastdeploy.entrypoints.llm import LLM
+
+LAZY = {
+    "LLM": "fastdeploy.entrypoints.llm",
+    "GuidedDecodingParams": "fastdeploy.core.offline_params",
+    "SamplingParams": "fastdeploy.core.offline_params",
+}
+
+
+def version() -> str:
+    """Return the version of this package, as FastDeploy's function of this name does."""
+    return __version__
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from fastdeploy.entrypoints.llm import LLM
-
-        return LLM
-    if name == "grammars":
-        return importlib.import_module("fastdeploy.client.grammars")
-    if name == "SamplingParams":
-        from fastdeploy.core.sampling_params import SamplingParams
-
-        return SamplingParams
+    if name in LAZY:
+        return getattr(importlib.import_module(LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ServeConfig
 from fastdeploy.core.errors import STATUS
-from fastdeploy.entrypoints.cli import make_parser
+from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
 from fastdeploy.fleet.transaction import Rule
 from fastdeploy.http.app import create_app
@@ -27,6 +27,7 @@ SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.star
 COMMANDS = make_parser()._actions[-1].choices
 ROUTES = route_table(create_app(None, None, ServeConfig(model="m")))
 SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
+ALL_COMMANDS = [*COMMANDS.values(), *COMMANDS["bench"]._actions[-1].choices.values()]
 # Flags of other programs, which the pages name in their text.
 FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
 
@@ -62,12 +63,12 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
         if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
             assert span in ROUTES.classes, f"{page.name}: {span}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):
-            known = any(flag in command._option_string_actions for command in (SERVE, FLEET))
+            known = any(flag in command._option_string_actions for command in ALL_COMMANDS)
             assert known or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
         if span.startswith("make "):
             assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(), f"{page.name}: {span}"
     for name in re.findall(r"(?<![\w./-])(?:fastdeploy|benchmarks|acceptance|examples)(?:\.\w+)+", page.read_text()):
-        assert is_a_name_of_ours(name), f"{page.name}: {name}"
+        assert name.endswith(".md") or is_a_name_of_ours(name), f"{page.name}: {name}"
 
 
 def is_a_name_of_ours(dotted: str) -> bool:
@@ -101,8 +102,9 @@ def told_defaults(note: str) -> dict[str, str]:
 
 
 def defaults_of(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the defaults of the flags of ``command`` as the page shows them."""
+    """Return the defaults of the flags of ``command`` as the page shows them, without those of FastDeploy alone."""
     flags = [action for action in command._actions if action.option_strings and action.dest != "help"]
+    flags = [action for action in flags if action.help != argparse.SUPPRESS]
     return {action.option_strings[0]: as_told(action.default) for action in flags}
 
 

@@ -25,7 +25,9 @@ from benchmarks.make_adapters import main as make_adapters
 from e2e.fleet_server import FleetServer
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, fleet_config, launcher_spec, make_parser, put_fleet_key
+from fastdeploy.entrypoints.cli.flags import configs, put_fleet_key
+from fastdeploy.entrypoints.cli.fleet import fleet_config, launcher_spec
+from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.http.guards.keys import read_keys
 from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
 from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables
@@ -219,11 +221,3 @@ def test_the_fields_of_a_replica_are_those_that_its_table_names(server):
     rows = tables(ROOT / "docs" / "fleet.md")["keys of replicas"]
     [replica] = server.get("/v1/replicas").json["replicas"]
     assert {name for row in rows for name in names(row[0])} == replica.keys()
-
-
-def test_the_metrics_are_those_of_the_server(server):
-    told = {
-        f"fastdeploy:{name}" for row in tables(ROOT / "docs" / "operations.md")["metrics"] for name in names(row[0])
-    }
-    text = server.get("/metrics").body.decode()
-    assert told == {name for name in re.findall(r"^# HELP (\S+)", text, re.MULTILINE) if not name.endswith("_created")}

@@ -27,10 +27,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("core", "inter_communicator"),
     "fleet": ("core", "inter_communicator", "client"),
     "http": ("core", "inter_communicator", "client", "fleet"),
+    "bench": (),
     "rl": ("core",),
+    "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
     "entrypoints": (
         "core",
+        "bench",
         "embedded",
         "inter_communicator",
         "model_executor",
@@ -44,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
 # All that users import. The programs in examples/ import nothing else of ours, so that users can write the same. Only
 # what they have in common is named: the task, and the trainer.
-PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.embedded", "fastdeploy.core.errors")
+PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.bench", "fastdeploy.embedded", "fastdeploy.core.errors")
 SHARED_EXAMPLES = ("examples.embedded_model.", "examples.async_grpo.")
 PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothing in it imports them
 # Of the programs that measure and check, the files that look inside the product. All others use what users import.
@@ -57,6 +60,7 @@ INSIDE = (
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
     "benchmarks.layouts",
+    "benchmarks.lib.roofline",  # the formula that the server uses, too
     "benchmarks.ops",
     "benchmarks.quantization",
     "benchmarks.speculation",  # the index of drafts, without a server
@@ -65,7 +69,9 @@ INSIDE = (
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
-WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.scoring")]
+WITHOUT_PADDLE = [
+    layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.rollout_model", "rl.scoring")
+]
 
 
 def module_name(path: Path) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.lib.timeline import uncovered
+from fastdeploy.bench.timeline import uncovered
 from fastdeploy.rl.rollout import Rollout
 
 logger = logging.getLogger(__name__)

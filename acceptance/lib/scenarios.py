@@ -12,10 +12,10 @@ from itertools import chain
 
 from acceptance.lib import verdicts
 from acceptance.lib.verdicts import Check, PauseRun
-from benchmarks.lib.client import ServerError, Stream
 from benchmarks.lib.dialect import Dialect, Gauges
-from benchmarks.lib.timeline import StreamLog, median_step
-from benchmarks.lib.workload import completion, prompt_ids
+from fastdeploy.bench.client import ServerError, Stream
+from fastdeploy.bench.timeline import StreamLog, median_step
+from fastdeploy.bench.workload import completion, prompt_ids
 
 NEW_REQUESTS = 5
 NEW_REQUEST_TOKENS = 16

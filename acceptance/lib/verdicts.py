@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchmarks.lib.dialect import Gauges
-from benchmarks.lib.timeline import StreamLog, gaps, is_prefix, median_step, uncovered
+from fastdeploy.bench.timeline import StreamLog, gaps, is_prefix, median_step, uncovered
 
 # A token may arrive this long after the reply to the pause, since it comes over another socket.
 DELIVERY_GRACE_S = 0.05

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.lib.client import FAILURES, Client
 from benchmarks.lib.engines import Engine
 from benchmarks.lib.processes import ServerProcess, cpu_seconds, peak_bytes, send_all, sigterm_held
+from fastdeploy.bench.client import FAILURES, Client
 
 READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0

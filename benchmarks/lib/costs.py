@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.checkpoint import Checkpoint
-from benchmarks.lib.client import Client
 from benchmarks.lib.contenders import Contender
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.processes import peak_bytes, reset_peak, resident_bytes
 from benchmarks.lib.report import optional
 from benchmarks.lib.update import Folder, VllmReload
+from fastdeploy.bench.client import Client
 
 HEADER = ("engine", "version", "ready s", "peak GB until ready", "GB serving", "update s", "peak GB in an update")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lib.client import Client, ServerError
+from fastdeploy.bench.client import Client, ServerError
 
 
 @dataclass(frozen=True)

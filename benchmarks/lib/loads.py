@@ -11,70 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.lib.client import Client
-from benchmarks.lib.report import percentile
 from benchmarks.lib.roofline import Machine, Shape, decode_share, group_share, prefill_share
-from benchmarks.lib.timeline import StreamLog, gaps
-from benchmarks.lib.workload import closed_loop, completion, prompt_ids
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.stats import summarize
+from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.bench.workload import closed_loop, completion, prompt_ids
 
 TIMEOUT_S = 600.0
 WARM_UP_TOKENS = 8
-PERCENTS = (50, 90, 99)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and percentiles (by percent) of ``count`` values, in seconds; all zero without values."""
-
-    count: int
-    mean: float
-    at: dict[int, float]
-
-
-@dataclass(frozen=True)
-class ServingStats:
-    """Figures of a load. ttft: from sending a request to its first token. tpot: mean time per token after the first, by
-    request. itl: gaps between consecutive token chunks of all requests. e2e: from sending to the final chunk.
-    duration_s: from the first request sent to the last one ended. tokens_per_s: output tokens over duration_s."""
-
-    completed: int
-    failed: int
-    errors: tuple[str, ...]
-    duration_s: float
-    output_tokens: int
-    tokens_per_s: float
-    requests_per_s: float
-    ttft: Spread
-    tpot: Spread
-    itl: Spread
-    e2e: Spread
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in PERCENTS})
-
-
-def summarize(logs: Sequence[StreamLog]) -> ServingStats:
-    """Return the figures of completed requests: those with a token and with exactly one end."""
-    good = [log for log in logs if log.ended_once and log.tokens]
-    bad = [log for log in logs if not (log.ended_once and log.tokens)]
-    tokens = sum(log.num_tokens for log in good)
-    duration = max((log.finals[0][0] for log in good), default=0.0) - min((log.sent_at for log in logs), default=0.0)
-    duration = duration if good else 0.0
-    tpot = [(log.tokens[-1].at - log.tokens[0].at) / (log.num_tokens - 1) for log in good if log.num_tokens > 1]
-    return ServingStats(
-        completed=len(good),
-        failed=len(bad),
-        errors=tuple(sorted({log.error or f"HTTP {log.status}, {len(log.finals)} finals" for log in bad})),
-        duration_s=duration,
-        output_tokens=tokens,
-        tokens_per_s=tokens / duration if duration else 0.0,
-        requests_per_s=len(good) / duration if duration else 0.0,
-        ttft=spread([log.tokens[0].at - log.sent_at for log in good]),
-        tpot=spread(tpot),
-        itl=spread([gap for log in good for gap in gaps(log)]),
-        e2e=spread([log.finals[0][0] - log.sent_at for log in good]),
-    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.lib.client import Client, ServerError, WireError
+from fastdeploy.bench.client import Client, ServerError, WireError
 
 MARK = "FASTDEPLOY_BENCHMARK_MARK"
 LOG_LINES = 20

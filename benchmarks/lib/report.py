@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.lib.client import FAILURES
+from fastdeploy.bench.client import FAILURES
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -37,11 +36,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def optional(value: float | None, form: str, scale: float = 1.0) -> str:
     """Format a cell; "-" for a value that is not known."""
     return "-" if value is None else format(value * scale, form)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated between the two nearest values; 0 without values."""
-    return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
 class Printer:

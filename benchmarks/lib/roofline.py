@@ -14,22 +14,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
+
+from fastdeploy.core.roofline import Machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BYTES = 2  # of a bfloat16
-
-
-class Machine(NamedTuple):
-    """read: bytes per second that all threads read together. peak: bfloat16 operations per second of all threads, in
-    AMX tiles or else by VDPBF16PS; None without either."""
-
-    read: float
-    peak: float | None
-
-    def least_s(self, nbytes: float, operations: float) -> float:
-        """Return the least time to read and to multiply at the same time. Without a peak, that of reading."""
-        return max(nbytes / self.read, operations / self.peak if self.peak else 0.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.lib.checkpoint import Checkpoint, Flips
-from benchmarks.lib.client import Client, ServerError
+from fastdeploy.bench.client import Client, ServerError
 
 UPLOAD_PART_BYTES = 256 << 20  # the default of RolloutClient.publish
 

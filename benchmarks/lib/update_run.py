@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from benchmarks.lib.client import Stream
 from benchmarks.lib.dialect import Dialect
 from benchmarks.lib.processes import PeakMemory
 from benchmarks.lib.report import Printer
-from benchmarks.lib.timeline import median_step
 from benchmarks.lib.update import Source, UpdateTimes
-from benchmarks.lib.workload import completion, prompt_ids
+from fastdeploy.bench.client import Stream
+from fastdeploy.bench.timeline import median_step
+from fastdeploy.bench.workload import completion, prompt_ids
 
 BEFORE, AFTER = 8, 8  # tokens of every stream before the quiet time, and under the new weights
 MAX_TOKENS = 2000

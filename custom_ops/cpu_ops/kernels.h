@@ -101,11 +101,15 @@ struct Batch {
 // The fields of AttentionSpec of ops/interface.py, in the same order.
 struct AttentionSpec {
   int64_t layer, heads, kv_heads, head_dim;
+  int64_t window;  // 0: a row sees all keys up to its own
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
   int64_t interleaved;
 };
+
+// The fields of Activation of ops/interface.py.
+enum Activation : int64_t { kSilu, kGeluTanh };
 
 // One call of attention.
 struct AttentionArgs : Batch, AttentionSpec {

@@ -99,6 +99,10 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
+    def blocks(self) -> Iterable[int]:
+        """Return the blocks that a lookup can find."""
+        return self._by_block
+
     def root(self, namespace: Hashable) -> Node:
         """Return the root of a namespace. An eviction that leaves the root without children removes it."""
         return self._roots.setdefault(namespace, Root(namespace))
@@ -201,10 +205,26 @@ class KVCacheManager:
         self._pinned: list[int] = []  # sources of copies that have not run yet
         self.hit_tokens = 0
         self.queried_tokens = 0
+        self._num_hits = self._num_admissions = 0
 
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def num_unused(self) -> int:
+        """Free blocks without content that a request could find. Takes time in proportion to the cached blocks."""
+        return self.pool.num_free - sum(map(self.pool.is_free, self.index.blocks()))
+
+    @property
+    def token_hits(self) -> tuple[int, int]:
+        """Tokens that were found in the prefix index since the start, and tokens that were looked up."""
+        return self.hit_tokens, self.queried_tokens
+
+    @property
+    def request_hits(self) -> tuple[int, int]:
+        """Admissions since the start that found tokens in the prefix index, and all admissions."""
+        return self._num_hits, self._num_admissions
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -248,6 +268,8 @@ class KVCacheManager:
         request.kv_recomputed |= request.first_kv_namespace not in (None, request.model.served.kv_namespace)
         self.hit_tokens += usable
         self.queried_tokens += request.num_tokens
+        self._num_hits += usable > 0
+        self._num_admissions += 1
         return KVGrant(usable, copy)
 
     def _match(self, request: Request) -> list[Node]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
+from fastdeploy.core.loading import Loading
 from fastdeploy.core.process import host_id
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -38,7 +39,8 @@ class EngineClient:
     stall_s: an engine that sends nothing for so many seconds is stuck, and is killed (see ``_watch``); None = never.
     first_connection_s: seconds that a request or call waits for the first connection. kills_stalled: False = an engine
     that is stuck is only given up, since its process may be on another host. on_connected: called when an engine is
-    there; on_lost(error): when it is lost, before anything that is open fails.
+    there; on_lost(error): when it is lost, before anything that is open fails. read_loading: returns how far an engine
+    is that starts.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class EngineClient:
         kills_stalled: bool = True,
         on_connected: Callable[[], None] = lambda: None,
         on_lost: Callable[[errors.EngineError], None] = lambda error: None,
+        read_loading: Callable[[], Loading | None] = lambda: None,
     ):
         self._connector = connector
         self._stall_s = stall_s
@@ -69,7 +72,8 @@ class EngineClient:
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_cut = False
-        self.missing_because = "it is starting"
+        self._lost_because = "it is starting"
+        self._read_loading = read_loading
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()  # the server shuts down
         self.welcome: m.Welcome | None = None
@@ -237,7 +241,7 @@ class EngineClient:
             self._on_connected()
 
     def _disconnect(self, error: errors.EngineError) -> None:
-        self.missing_because = error.message
+        self._lost_because = error.message
         self.connected.clear()
         self.welcome = None
         self._cancelled.clear()
@@ -266,6 +270,18 @@ class EngineClient:
         if self.welcome is None or not self.connected.is_set():
             raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
         return self.welcome
+
+    @property
+    def loading(self) -> Loading | None:
+        """How far an engine is that starts; None while one is connected, and if none has said so."""
+        return None if self.connected.is_set() else self._read_loading()
+
+    @property
+    def missing_because(self) -> str:
+        """Why no engine is connected, and how far the next one is."""
+        if (loading := self.loading) is None:
+            return self._lost_because
+        return f"{self._lost_because}{':' if self._first_connection else '; the next one is starting:'} {loading}"
 
     @property
     def closed_because(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from fastdeploy.client.request_stream import Reader, RequestStream
+from fastdeploy.core.loading import Loading
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
 
@@ -17,6 +18,9 @@ class ServingClient(Protocol):
     closing: asyncio.Event
     welcome: m.Welcome | None
     model_info: dict[str, Any]
+
+    @property
+    def loading(self) -> Loading | None: ...
 
     @property
     def missing_because(self) -> str: ...

@@ -56,8 +56,10 @@ class Tokenizer:
     token. More are needed where the bytes of a character may be spread over several tokens.
     """
 
-    def __init__(self, model_path: str):
+    def __init__(self, model_path: str, chat_template: str = ""):
         self._hf = _load(model_path)
+        if chat_template:
+            self._hf.chat_template = chat_template
         backend = getattr(self._hf, "backend_tokenizer", None)
         decoder, vocab = str(getattr(backend, "decoder", "")), self._hf.get_vocab()
         if backend is not None:
@@ -101,6 +103,11 @@ class Tokenizer:
         """Return the ids below ``num_ids`` that have no text: unknown ones, and if special tokens are skipped, these
         without those in ``kept``."""
         return self._without_text[skip_special_tokens] - kept
+
+    @property
+    def kind(self) -> str:
+        """The name of its class in transformers."""
+        return type(self._hf).__name__
 
     @property
     def template(self) -> str:
@@ -156,9 +163,10 @@ class Tokenizer:
         return tuple(self.token_text(token_id).encode())
 
 
-def load_tokenizer(model_path: str) -> Tokenizer | None:
-    """Return the tokenizer of ``model_path``, or None if the folder has none (then only token ids are served). Raises
-    InvalidField, whose ``field`` is the file that cannot be used."""
+def load_tokenizer(model_path: str, chat_template: str = "") -> Tokenizer | None:
+    """Return the tokenizer of ``model_path``, or None if the folder has none (then only token ids are served).
+    chat_template: Jinja, in place of the model's own template. Raises InvalidField, whose ``field`` is the file that
+    cannot be used."""
     present = {name for name in FILES if os.path.exists(os.path.join(model_path, name))}
     if not present & VOCABULARIES:
         logger.warning("%s has no tokenizer: only token ids are served", model_path)
@@ -167,7 +175,7 @@ def load_tokenizer(model_path: str) -> Tokenizer | None:
         if not os.path.isfile(os.path.join(model_path, name)):  # opening a pipe would wait for its writer
             raise InvalidField(name, "is not a regular file")
     try:
-        return Tokenizer(model_path)
+        return Tokenizer(model_path, chat_template)
     except Exception as error:  # the libraries may raise anything
         for name in sorted(present & JSON_FILES):
             _require_json_object(model_path, name)

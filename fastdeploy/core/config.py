@@ -32,6 +32,7 @@ STANDBY = """keep a second copy of the weights in memory, which makes updates fa
 and KV cache and 1 GiB are free, kept while 1 GiB is free"""
 MAX_STEP = "one limit for all steps with prompts (1.5 steps of the requests that ran before; without any, 250)"
 QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
+MEMORY_SHARE = "share of the machine's memory that weights and KV cache may have (a KV cache of at most 2 GiB)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -79,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     block_size: Annotated[int, _engine("tokens per KV block")] = 16
     num_gpu_blocks_override: Annotated[int | None, _engine("KV blocks (from --kv-cache-gb, or the free memory)")] = None
     kv_cache_gb: Annotated[float | None, _engine("memory for the KV cache in GiB")] = None
+    gpu_memory_utilization: Annotated[float | None, _engine(MEMORY_SHARE)] = None
     enable_prefix_caching: Annotated[bool, _engine("reuse the KV of equal prompt beginnings")] = True
     enable_speculative_decoding: Annotated[bool, _engine("verify tokens that recent text predicts")] = True
     max_retained: Annotated[int, _engine("results kept for retain_s")] = 4096
@@ -108,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             _require_writable("trace", os.path.dirname(os.path.abspath(self.trace)))
         _require_choices(self)
         require_positive_numbers(self, but=("max_retained", "short_lives"))
+        share = self.gpu_memory_utilization
+        _require("gpu_memory_utilization", share is None or share <= 1, "a share from 0 to 1", share)
         _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self
 
@@ -135,6 +139,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     host: Annotated[str, _http("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _http("port to listen on, 0 = any free one")] = 8180
+    metrics_port: Annotated[int | None, _http("the only one for /metrics, 0 = any free one (--port)")] = None
     workers: Annotated[int, _http("API server processes")] = 1
     keepalive_s: Annotated[float, _http("a stream that is silent for so many seconds gets a comment")] = 10.0
     shutdown_s: Annotated[float, _http("seconds that a shutdown may take; then processes are killed")] = 10.0
@@ -155,6 +160,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
     return_sampling_mask: Annotated[bool, _request("vllm's route tells the ids that each token was drawn from")] = False
     return_sampling_mask_logprobs: Annotated[bool, _request("and their log probabilities")] = False
+    fastdeploy_form: Annotated[bool, _request("the routes of chats, completions and sleep are FastDeploy's")] = False
+    chat_template: Annotated[str, _request("Jinja, or a file of it, in place of the model's own template")] = ""
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False
     tool_call_parser: Annotated[str, _request("format of tool calls; auto: the template's", TOOL_CALL_PARSERS)] = AUTO
     reasoning_parser: Annotated[str, _request("format of reasoning; auto: the template's", REASONING_PARSERS)] = AUTO
@@ -172,15 +179,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
-        for field, port in (("port", self.port), ("control_port", self.control_port or 0)):
+        for field in ("port", "control_port", "metrics_port"):
+            port = getattr(self, field) or 0
             _require(field, 0 <= port < 65536, "a port from 0 to 65535", port)
         if self.control_port:
             _require("control_port", self.control_port != self.port, "another port than --port", self.control_port)
+            other = self.metrics_port != self.control_port
+            _require("metrics_port", other, "another port than --control-port", self.metrics_port)
         for origin in self.allowed_origins:
             complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        require_positive_numbers(self, but=("port", "control_port"))
+        require_positive_numbers(self, but=("port", "control_port", "metrics_port"))
         ttl_s = self.dialect_hold_ttl_s
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)
         masked = self.return_sampling_mask or not self.return_sampling_mask_logprobs

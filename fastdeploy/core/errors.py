@@ -64,8 +64,9 @@ class RequestError(FastDeployError, code="invalid_request_error", status=400):
     """A request that the server refuses or cannot answer."""
 
 
-class InvalidField(RequestError, code="invalid_field", status=400):
-    """A field is missing, malformed or not supported. field: its dotted path. The message says what was expected."""
+class InvalidField(RequestError, ValueError, code="invalid_field", status=400):
+    """A field is missing, malformed or not supported. field: its dotted path. The message says what was expected. It is
+    a ValueError too, which callers of the offline ``LLM`` expect for a wrong argument."""
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}", param=field)

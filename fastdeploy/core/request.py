@@ -157,6 +157,8 @@ class Request:
     order: (priority, time at which it or its session came, arrival number), smaller first.
     Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
+    admitted_at, first_token_at, last_token_at: time.time() of the first admission to the batch and of tokens; 0.0 =
+    not yet.
     silent: the client wants no final output (it cancelled the request, or is gone).
     served: the weights that sampled the last token. sampled_by: the index of the first output token of each change of
     ``served``, with the weights.
@@ -170,11 +172,12 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason", "first_kv_namespace",
-        "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message",
-        "model", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
-        "num_sent_blocks", "num_sent_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
-        "sampling", "scope", "sequence", "served", "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "admitted_at", "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason",
+        "first_kv_namespace", "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at",
+        "max_output_tokens", "message", "model", "num_computed", "num_new_prompt_tokens", "num_preempted",
+        "num_prompt_tokens", "num_published", "num_sent_blocks", "num_sent_tokens", "order", "prompt_key",
+        "prompt_logprobs", "published_node", "sampled_by", "sampling", "scope", "sequence", "served", "silent",
+        "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[float, ...], max_output_tokens: int):
@@ -214,6 +217,7 @@ class Request:
         self.message = ""
         self.silent = False
         self.arrival = add.arrival or time.time()
+        self.admitted_at = 0.0
         self.first_token_at = 0.0
         self.last_token_at = 0.0
 
@@ -231,6 +235,16 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def version_lag(self) -> int:
+        """By how many numbers the weights that sampled the first token are behind those that serve now: of the base
+        weights and, for a request of an adapter, of the adapter's loads. 0 without a token."""
+        if not self.sampled_by:
+            return 0
+        (_, oldest), *_ = self.sampled_by
+        now = self.model.served
+        return now.weight_epoch - oldest.weight_epoch + now.adapter_epoch - oldest.adapter_epoch
+
+    @property
     def live(self) -> bool:
         """Whether the request may still get tokens."""
         return self.state is RequestState.WAITING or self.state is RequestState.RUNNING
@@ -241,6 +255,7 @@ class Request:
         prompt = self.group.add.prompt_token_ids
         if event is RequestEvent.ADMIT:
             self.group.scheduled = True
+            self.admitted_at = self.admitted_at or time.time()
             if self.token_ids is prompt:
                 self.token_ids = list(prompt)
         elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:

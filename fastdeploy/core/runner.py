@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.core.plan import StepPlan, StepResult
+from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 
 
@@ -120,6 +121,11 @@ class Runner(Protocol):
 
     @property
     def standby_nbytes(self) -> int: ...
+
+    def measure_roofline(self) -> StepRoofline | None:
+        """Measure what bounds a decode step here: read the weights that serve a few times, and multiply in registers.
+        Takes about as long as some decode steps. None where the ops cannot measure it. No step may be running."""
+        ...
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """Copy blocks, compute every chunk, and draw a token for each chunk that samples. A row of logits that is not

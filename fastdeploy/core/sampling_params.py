@@ -17,6 +17,7 @@ MAX_LOGPROBS = 1024  # of one position; teachers ask for 64 to 256
 # In all prompts of a request, with the entries of the prompts' own tokens: 16 MiB in the engine, and 50 to 100 bytes of
 # a JSON reply each.
 MAX_PROMPT_LOGPROB_ENTRIES = 2**21
+MAX_REASONING_END = 256
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
 NO_SEED = -1  # of clients, as in vLLM: a seed is chosen for them
@@ -51,6 +52,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     begins behind the prompt without resumed_tokens. min_tokens keeps EOS away as long as the grammar can go on.
     logit_bias: added to the logits of ids, before penalties. allowed_token_ids: no other id may be drawn; None = all.
     bad_words: sequences of ids that may not be drawn; the last id of one is forbidden behind the others in the output.
+    reasoning_max_tokens: behind so many tokens of reasoning in the output, the ids of ``reasoning_end`` are drawn, one
+    after the other. None = no limit.
+    reasoning_ids: the id that opens reasoning, and the one that closes it. reasoning_end: ends with the latter.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] = 16
@@ -75,6 +79,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=1024)] = ()
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=65536)] | None = None
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()
+    reasoning_max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    reasoning_ids: Annotated[tuple[TokenId, ...], Meta(max_length=2)] = ()
+    reasoning_end: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_REASONING_END)] = ()
 
     def check(self) -> SamplingParams:
         """Return self, or raise InvalidField naming the first field that is out of range."""
@@ -85,6 +92,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidField("return_sampling_mask", "expected logprobs in mode processed with it")
         if self.return_sampling_mask_logprobs and not self.return_sampling_mask:
             raise InvalidField("return_sampling_mask_logprobs", "expected return_sampling_mask with it")
+        if self.reasoning_max_tokens is not None:
+            ids, end = self.reasoning_ids, self.reasoning_end
+            if len(ids) != 2 or ids[1] not in end or end.index(ids[1]) + 1 != len(end):
+                raise InvalidField("reasoning_end", "expected ids that end with the second one of reasoning_ids")
         if self.logprob_token_ids and self.logprobs:
             raise InvalidField("logprob_token_ids", f"expected logprobs 0 with it, got {self.logprobs}")
         return self
@@ -100,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         biased = [token for token, _ in self.logit_bias]
         bad = [token for word in self.bad_words for token in word]
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", biased), ("bad_words", bad),
-                           ("allowed_token_ids", self.allowed_token_ids or ())):  # fmt: skip
+                           ("allowed_token_ids", self.allowed_token_ids or ()), ("reasoning_ids", self.reasoning_ids),
+                           ("reasoning_end", self.reasoning_end)):  # fmt: skip
             check_vocabulary(ids, vocab_size, field)
 
     @property
@@ -112,7 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def is_masked(self) -> bool:
         """Whether a mask forbids some tokens."""
-        return bool(self.grammar or self.bad_words) or self.allowed_token_ids is not None
+        limits = self.allowed_token_ids, self.reasoning_max_tokens
+        return bool(self.grammar or self.bad_words) or limits != (None, None)
 
     @property
     def has_penalties(self) -> bool:

@@ -42,6 +42,7 @@ class AdmissionControl:
         adapters: AdapterRegistry,
     ):
         self._info = info
+        self._metrics = lifecycle.metrics
         self._max_waiting = max_waiting
         self._waiting = scheduler.waiting
         self._delivery = delivery
@@ -62,6 +63,7 @@ class AdmissionControl:
                 return
             group = self._admit(client, add)
         except Exception as error:
+            self._metrics.rejected.labels(getattr(error, "code", FastDeployError.code)).inc()
             self._delivery.reject(client, add.request_id, error)
             if not isinstance(error, FastDeployError):
                 raise

@@ -30,8 +30,9 @@ from fastdeploy.engine.parts import EngineParts
 from fastdeploy.engine.pauses.holds import closes_whole_engine
 from fastdeploy.engine.requests.delivery import ClientProcess, process_runs
 from fastdeploy.engine.requests.retention import RetainedLog
+from fastdeploy.engine.views.gauges import add_gauges
 from fastdeploy.engine.views.trace_file import tracing
-from fastdeploy.engine.views.viewers import Viewers, add_gauges, fleet_state
+from fastdeploy.engine.views.viewers import Viewers, fleet_state
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import NonFiniteWatch
@@ -109,7 +110,7 @@ class CommonEngine:
         self.weights, self.sleeper, self.gateway_lease = parts.weights, parts.sleeper, parts.gateway_lease
         self.viewers, self._non_finite = Viewers(self.events, parts, clock), NonFiniteWatch(self.metrics)
         self._adapter_reads, self._switch = self.adapters.reads, parts.switch
-        add_gauges(parts, config.short_lives)
+        add_gauges(parts, config)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
         self._on_message: dict[type, Callable[[str, Any], None]] = {

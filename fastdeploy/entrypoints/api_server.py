@@ -20,6 +20,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig, from_json
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.loading import read_loading
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.process_tree import BACKLOG
@@ -27,6 +28,7 @@ from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
 from fastdeploy.http.guards.keys import NO_KEYS, Keys, pop_keys
+from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
@@ -71,7 +73,10 @@ def make_server(
 
 async def serve(config: ApiServerConfig, process: ServerProcess) -> None:
     """Serve until a stop signal."""
-    client = EngineClient(ZmqConnector(config.endpoint), config.serve.stall_s)
+    loading_file = ipc_dir.loading_file(os.path.dirname(config.endpoint.removeprefix("ipc://")))
+    client = EngineClient(
+        ZmqConnector(config.endpoint), config.serve.stall_s, read_loading=lambda: read_loading(loading_file)
+    )
     await process.serve(client, config.serve)
 
 
@@ -124,7 +129,8 @@ def run_server(
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
     try:
-        process = ServerProcess(keys, pop_fleet_key(os.environ), load_tokenizer(config.serve.model), listeners, events)
+        tokenizer = load_tokenizer(config.serve.model, config.serve.chat_template)
+        process = ServerProcess(keys, pop_fleet_key(os.environ), tokenizer, listeners, events)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

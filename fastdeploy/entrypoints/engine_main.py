@@ -22,10 +22,12 @@ import zmq
 
 from fastdeploy.core.config import EngineConfig, from_json
 from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.loading import Loading, LoadingStage, ShowLoading
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.core.runner import Runner
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.loading import load_runner
+from fastdeploy.entrypoints.loading_progress import LoadingReports
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key, require_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
@@ -75,15 +77,17 @@ class Lifeline:
         os._exit(1)
 
 
-def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
-    """Load the model. Raises FastDeployError or OSError if the model cannot be served."""
+def load(config: EngineConfig, lifeline: Lifeline, show: ShowLoading) -> Runner:
+    """Load the model. show: called with how far this is. Raises FastDeployError or OSError if the model cannot be
+    served."""
+    show(Loading(LoadingStage.MODULES))
     # The import of Paddle sets signal handlers that print a trace and kill the process.
     with stop_signals_deferred():
         from fastdeploy.model_executor import paddle
 
         paddle.disable_signal_handler()
         lifeline.catch_signals()
-    return load_runner(config)
+    return load_runner(config, show)
 
 
 def serve(
@@ -93,6 +97,7 @@ def serve(
     socket_dir: str,
     events: EventPipe,
     lifeline: Lifeline,
+    reports: LoadingReports,
 ) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
@@ -108,8 +113,10 @@ def serve(
         retained_log=RetainedLog(ipc_dir.retained_log(socket_dir)),
     )
     lifeline.stop = engine.stop
+    reports(Loading(LoadingStage.WARM_UP))
     engine.scheduler.pacer.warm_up(runner, config.max_num_seqs)
     collect_rarely()
+    reports.end()
     events.send("ready", boot_id=boot_id, fleet_endpoint=transport.fleet_endpoint)
     try:
         engine.run()
@@ -144,6 +151,7 @@ def main() -> int:
     args = parser.parse_args()
     setup_logging("engine")
     events = EventPipe(args.event_fd)
+    reports = LoadingReports(events, ipc_dir.loading_file(args.socket_dir))
     lifeline = Lifeline(args.supervisor, args.socket_dir, args.bound_s)
     config = from_json(args.config, EngineConfig)
     if args.lost_commit:
@@ -151,11 +159,11 @@ def main() -> int:
     try:
         fleet_key = pop_fleet_key(os.environ)
         require_fleet_key(config.fleet_endpoint, fleet_key)
-        runner = load(config, lifeline)
+        runner = load(config, lifeline, reports)
         transport = listen(config, args.socket_dir, fleet_key)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))
-    serve(config, runner, transport, args.socket_dir, events, lifeline)
+    serve(config, runner, transport, args.socket_dir, events, lifeline, reports)
     return 0
 
 

@@ -152,7 +152,9 @@ class Fleet(ProcessTree):
         engine = msgspec.structs.replace(
             self._engine_config, fleet_endpoint=self._endpoint(name), trace=own_file(self._engine_config.trace, name)
         )
-        serve = msgspec.structs.replace(self._config, host=LOOPBACK, control_port=None, session_dir="")
+        serve = msgspec.structs.replace(
+            self._config, host=LOOPBACK, control_port=None, metrics_port=None, session_dir=""
+        )
         config = ReplicaConfig(engine, with_ports(serve, [listener]))
         args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]
         args += ["--http-fds", str(listener.fileno())]
@@ -190,7 +192,7 @@ class Fleet(ProcessTree):
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
         death_signal = None if ends else signal.SIGKILL if isinstance(spec, RaySpec) else signal.SIGTERM
-        environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key)
+        environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key) | self._answer_counts()
         main = "fastdeploy.entrypoints.gateway"
         child = Child(GATEWAY, main, args, keep_fds, death_signal, environment=environment)
         if ends:

@@ -1,54 +1,79 @@
-"""Offline use: the engine in a thread of this process, and a blocking ``generate``."""
+"""Offline use: the engine in a thread of this process, and blocking calls by FastDeploy's signatures."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-import uuid
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar, overload
 
-from fastdeploy.client.choice import Choice, TextOptions
 from fastdeploy.client.engine_client import EngineClient
-from fastdeploy.client.generation import Generation, GenerationRequest
-from fastdeploy.client.pace import Pace
+from fastdeploy.client.generation import Generation
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core import errors
-from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.loop_thread import LoopThread
-from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.core.offline_outputs import RequestOutput
+from fastdeploy.core.offline_params import SamplingParams
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.entrypoints.llm_settings import checked_settings
+from fastdeploy.entrypoints.offline_requests import (
+    Chat,
+    Prepared,
+    Prompt,
+    conversations_of,
+    fields_of,
+    params_of,
+    prepare,
+    prompts_of,
+    template_of,
+    tools_of,
+)
+from fastdeploy.entrypoints.offline_steps import Progress, Step, iterate
+from fastdeploy.entrypoints.offline_views import OutputView
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.guards.budget import Budget
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import InprocTransport
 
 T = TypeVar("T")
-
-
-class RequestOutput(NamedTuple):
-    """One prompt and its n choices. The first choice has the prompt_logprobs; None after an abort within the prompt."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    choices: list[Choice]
+Params = SamplingParams | Sequence[SamplingParams] | None
+StepOutputs = list[RequestOutput | None]  # one for each prompt
+Lora = str | Sequence[str | None] | None
+NO_UPLOADS = Budget(1, 1.0, "no uploads")  # weights come by folder here
 
 
 class LLM:
     """An engine in this process: ``LLM(model).generate(prompts, SamplingParams(...))``. Call ``close()`` at the end, or
     use the LLM as a context manager.
 
-    model: folder; None = the embedded model. settings: fields of EngineConfig. runner: replaces the runner that loads
-    the model. Thread-safe: another thread may pause, abort or update weights while ``generate`` runs.
+    model: folder; None = the embedded model. tokenizer: another folder, with the tokenizer's files. chat_template:
+    Jinja, or a file of it, instead of the model's. revision, enable_logprob: FastDeploy's, without effect. settings:
+    fields of EngineConfig and ServeConfig, and FastDeploy's engine arguments (entrypoints/llm_settings.py). runner:
+    replaces the runner that loads the model. Thread-safe: another thread may pause, abort or update weights while
+    ``generate`` runs.
     """
 
-    def __init__(self, model: str | None = None, *, runner: Any = None, **settings: Any):
+    def __init__(
+        self,
+        model: str | None = None,
+        revision: str | None = None,
+        tokenizer: str | None = None,
+        enable_logprob: bool = True,
+        chat_template: str | None = None,
+        *,
+        runner: Any = None,
+        **settings: Any,
+    ):
         from fastdeploy.embedded import MODEL_DIR
         from fastdeploy.engine.common_engine import CommonEngine
         from fastdeploy.entrypoints.loading import load_runner
 
-        config = EngineConfig(model=model or str(MODEL_DIR), **({"model_roots": ("/",)} | settings)).check()
-        self.tokenizer = load_tokenizer(config.model)
+        config, serving = checked_settings(str(model or MODEL_DIR), settings)
+        self.tokenizer = load_tokenizer(tokenizer or config.model)
+        self._chat_template = template_of(chat_template)
         self._runner = runner if runner is not None else load_runner(config)
         self._transport = InprocTransport()
         self._engine = CommonEngine(config, self._runner, self._transport)
@@ -56,37 +81,79 @@ class LLM:
         self._engine_thread.start()
         self._loop = LoopThread("engine-client")  # runs the client and all that wait for answers
         self._client = EngineClient(self._transport, stall_s=None, first_connection_s=60.0)
+        self._context = ServingContext(self._client, self.tokenizer, serving, NO_UPLOADS)
         self._closed = False
         self._lock = threading.Lock()  # guards _closed: no work may start in a loop that is being stopped
         self._run(self._connect())
 
+    # fmt: off
+    @overload
+    def generate(self, prompts: Any, sampling_params: Params = ..., use_tqdm: bool = ...,
+                 stream: Literal[False] = ..., *, lora_name: Lora = ..., **fields: Any) -> list[RequestOutput]: ...
+    @overload
+    def generate(self, prompts: Any, sampling_params: Params = ..., use_tqdm: bool = ..., *,
+                 stream: Literal[True], lora_name: Lora = ..., **fields: Any) -> Iterator[StepOutputs]: ...
+    # fmt: on
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        n: int = 1,
-        stop: str | Sequence[str] = (),
-        lora_name: str | Sequence[str | None] | None = None,
+        prompts: Any,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        stream: bool = False,
+        *,
+        lora_name: Lora = None,
         **fields: Any,
-    ) -> list[RequestOutput]:
-        """Generate for all prompts (texts, or lists of token ids). Return the outputs in the order of the prompts.
+    ) -> Any:
+        """Generate for all prompts. Return the outputs in the order of the prompts.
 
-        sampling: one for all prompts, or one per prompt. Without a seed, each prompt gets a new seed.
+        prompts: a text, token ids, a dict with "prompt", "prompt_token_ids" or "messages", or a list of these.
+        sampling_params: one for all prompts, or one per prompt. Without a seed, each prompt gets a new seed.
+        use_tqdm: show a bar of the finished prompts, if stderr is a terminal.
+        stream: return an iterator instead. Each item has one entry per prompt: what was added to it, or None. A caller
+            that stops iterating cancels the rest.
         lora_name: the adapter, one for all prompts or one per prompt; None = the base model.
         fields: further fields of core.request_fields.RequestFields, one value for all prompts or a list with one per
-            prompt. A single first_choice is for the first prompt; the choices of the next prompts are numbered on.
+            prompt.
+
+        The tokens of a prompt depend on its seed, and not on the prompts beside it: two equal prompts with one seed get
+        equal tokens. Ask for ``n`` choices of one prompt, or give no seed, to draw apart.
 
         A choice with logits that are not finite ends with finish_reason "error", a ``message`` and the tokens before.
         Other choices are not affected. Raises RequestError for a refused prompt (ModelNotFound for an unknown adapter),
         EngineError if the engine fails."""
-        requests = self._requests(prompts, sampling, n, lora_name, fields)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        texts = [TextOptions(stops=stops, min_tokens=request.sampling.min_tokens) for request in requests]
-        choices = self._run(self._generate(GenerationRequest(requests, texts))) if requests else []
-        return [
-            RequestOutput(request.request_id, request.prompt_token_ids, choices[i * n : (i + 1) * n])
-            for i, request in enumerate(requests)
-        ]
+        return self._answer(prompts_of(prompts), sampling_params, use_tqdm, stream, lora_name, fields, {})
+
+    # fmt: off
+    @overload
+    def chat(self, messages: Any, sampling_params: Params = ..., use_tqdm: bool = ...,
+             chat_template_kwargs: Mapping[str, Any] | None = ..., chat_template: str | None = ..., tools: Any = ...,
+             stream: Literal[False] = ..., *, lora_name: Lora = ..., **fields: Any) -> list[RequestOutput]: ...
+    @overload
+    def chat(self, messages: Any, sampling_params: Params = ..., use_tqdm: bool = ...,
+             chat_template_kwargs: Mapping[str, Any] | None = ..., chat_template: str | None = ..., tools: Any = ...,
+             *, stream: Literal[True], lora_name: Lora = ..., **fields: Any) -> Iterator[StepOutputs]: ...
+    # fmt: on
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tools: Any = None,
+        stream: bool = False,
+        *,
+        lora_name: Lora = None,
+        **fields: Any,
+    ) -> Any:
+        """Answer conversations, as ``generate`` does prompts.
+
+        messages: one conversation (a list of dicts with role and content), or a list of several.
+        chat_template_kwargs: variables of the template, such as enable_thinking. chat_template: Jinja, or a file of it.
+        tools: one JSON schema of a function, or a list of them, as in OpenAI's chat."""
+        template = template_of(chat_template) or self._chat_template
+        chat = {"chat_template_kwargs": chat_template_kwargs, "chat_template": template, "tools": tools_of(tools)}
+        return self._answer(conversations_of(messages), sampling_params, use_tqdm, stream, lora_name, fields, chat)
 
     def pause(self, mode: str = "abort", lora_name: str | None = None, **args: Any) -> dict[str, Any]:
         """Pause the engine, or one adapter. Return the report when it is quiesced. args: see messages.PauseArgs."""
@@ -164,16 +231,20 @@ class LLM:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` in the client's loop, and return its result. Raises EngineDead after :meth:`close`."""
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise errors.EngineDead("the engine was closed")
-            future = self._loop.submit(work)
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException:  # for example Ctrl-C: cancelling the work cancels its requests
             future.cancel()
             raise
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start ``work`` in the client's loop. Raises EngineDead after :meth:`close`."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise errors.EngineDead("the engine was closed")
+            return self._loop.submit(work)
 
     async def _connect(self) -> None:
         self._client.start()
@@ -185,13 +256,64 @@ class LLM:
         await self._client.close()
         await asyncio.gather(*others, return_exceptions=True)
 
-    async def _generate(self, request: GenerationRequest) -> list[Choice]:
-        stops = any(text.stops for text in request.texts)  # stop strings are searched in each token as it comes
-        running = Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock()), for_tokens=stops)
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params,
+        use_tqdm: bool,
+        stream: bool,
+        lora_name: Any,
+        fields: Mapping[str, Any],
+        chat: Chat,
+    ) -> list[RequestOutput] | Iterator[StepOutputs]:
+        """See :meth:`generate`. All prompts are checked before the first one is sent."""
+        params = params_of(sampling_params, len(prompts))
+        own = fields_of(fields, lora_name, len(prompts))
+        prepared = self._run(self._prepare(list(zip(prompts, params, own, strict=True)), chat))
+        if stream:
+            steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+            future = self._submit(self._generate(prepared, steps.put))
+            future.add_done_callback(lambda _: steps.put(None))
+            return iterate(len(prepared), steps, future)
+        with Progress(use_tqdm, len(prepared)) as progress:
+            return self._run(self._generate(prepared, on_end=progress.advance))
+
+    async def _prepare(self, asked: Sequence[tuple[Prompt, SamplingParams, Any]], chat: Chat) -> list[Prepared]:
+        """Return the checked requests. chat: further fields of conversations."""
+        context = self._context
+        of_chat = {name: value for name, value in chat.items() if value is not None}
+        if self._chat_template is not None:
+            of_chat.setdefault("chat_template", self._chat_template)
+        return [await prepare(context, prompt, params, own, of_chat) for prompt, params, own in asked]
+
+    async def _generate(
+        self,
+        prepared: Sequence[Prepared],
+        on_step: Callable[[Step], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> list[RequestOutput]:
+        """Run all requests to their end. on_step: gets what each step adds. on_end: called at the end of each."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(i, one, on_step, on_end)) for i, one in enumerate(prepared)]
+        except BaseExceptionGroup as found:  # the first error has cancelled the other requests
+            raise found.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(
+        self, i: int, prepared: Prepared, on_step: Callable[[Step], None] | None, on_end: Callable[[], None]
+    ) -> RequestOutput:
+        context = self._context
+        for_tokens = on_step is not None or any(text.stops for text in prepared.request.texts)
+        running = Generation(self._client, self.tokenizer, prepared.request, context.pace(), for_tokens)
+        view = OutputView(context, prepared, running)
         async with running as generation:
             while not generation.finished:
-                await generation.step()
-        return generation.choices
+                deltas = await generation.step()
+                if on_step is not None and deltas:
+                    on_step((i, view.step(deltas)))
+        on_end()
+        return view.whole()
 
     def _run_engine(self) -> None:
         """Run the engine. At its end, fail all calls that wait for an answer. The target of the engine's thread."""
@@ -201,53 +323,3 @@ class LLM:
         except Exception as failure:
             error = errors.EngineDead(str(failure))
         self._transport.close(error)
-
-    def _requests(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        n: int,
-        lora_name: str | Sequence[str | None] | None,
-        fields: dict[str, Any],
-    ) -> list[AddRequest]:
-        """Return one checked request per prompt. See :meth:`generate`."""
-        if not isinstance(prompts, Sequence):
-            raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
-        if type(n) is not int or n < 1:
-            raise errors.InvalidField("n", f"expected an integer >= 1, got {n!r}")
-        ids = [self._token_ids(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        first = fields.get("first_choice", 0)
-        if isinstance(first, int):
-            fields = fields | {"first_choice": range(first, first + n * len(ids), n)}
-        own = {field: _per_prompt(field, values, len(ids)) for field, values in fields.items()}
-        own["adapter"] = [name or "" for name in _per_prompt("lora_name", lora_name, len(ids))]
-        if not all(isinstance(name, str) for name in own["adapter"]):
-            raise errors.InvalidField("lora_name", "expected the name of an adapter, or a list of one per prompt")
-        requests = [
-            AddRequest(uuid.uuid4().hex, prompt, params.check(), n=n, **{field: own[field][i] for field in own})
-            for i, (prompt, params) in enumerate(
-                zip(ids, _per_prompt("sampling", sampling or SamplingParams(), len(ids)), strict=True)
-            )
-        ]
-        for request in requests:
-            request.check_fields()
-        return requests
-
-    def _token_ids(self, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
-            prompt = self.tokenizer.encode_now(prompt)
-        ids = list(prompt) if isinstance(prompt, Sequence) else []
-        if not ids or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in ids):
-            raise errors.InvalidField("prompts", "expected texts or sequences of token ids, not empty")
-        return ids
-
-
-def _per_prompt(field: str, value: Any, num_prompts: int) -> Sequence[Any]:
-    """Return one value per prompt: ``value`` itself if it is a list, else copies of it. Raises InvalidField."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise errors.InvalidField(field, f"got {len(value)} values for {num_prompts} prompts")
-    return value

@@ -9,6 +9,7 @@ when one of them is replaced.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import selectors
 import signal
@@ -24,6 +25,7 @@ import msgspec
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.http.answer_counts import FOLDER as COUNTS_FOLDER
 from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
@@ -152,11 +154,19 @@ class ProcessTree(ABC):
         """Return the settings of the processes that serve HTTP. They share the sessions of agents."""
         return msgspec.structs.replace(self._config, session_dir=self._config.session_dir or self._folder)
 
+    def _answer_counts(self) -> dict[str, str]:
+        """Return the environment variable with the folder in which the processes that serve HTTP count together."""
+        folder = os.path.join(self._folder, "answers")
+        os.makedirs(folder, exist_ok=True)
+        return {COUNTS_FOLDER: folder}
+
     def _print_serving(self, what: str) -> None:
         """Tell the user where ``what`` serves."""
-        data, *control = map(url_of, self._listeners)
-        also = f", control at {control[0]}" if control else ""
-        print(f"FastDeploy {what} {self._config.served_model_name} at {data}{also}", flush=True)
+        at = [
+            url_of(listener) if name == "port" else f"{name.removesuffix('_port')} at {url_of(listener)}"
+            for name, listener in zip(ports_of(self._config), self._listeners, strict=False)
+        ]
+        print(f"FastDeploy {what} {self._config.served_model_name} at {', '.join(at)}", flush=True)
 
     def _print_refusal(self, why: str) -> None:
         print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
@@ -339,18 +349,23 @@ def _stop_signals() -> list[signal.Signals]:
     return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
+def ports_of(config: ServeConfig) -> dict[str, int]:
+    """Return the ports to listen on, by the name of the setting: that of all routes first."""
+    ports = {"port": config.port, "control_port": config.control_port, "metrics_port": config.metrics_port}
+    if config.metrics_port == config.port != 0:  # as FastDeploy has it: then there is no second port
+        del ports["metrics_port"]
+    return {name: port for name, port in ports.items() if port is not None}
+
+
 def bind_all(config: ServeConfig) -> list[socket.socket]:
-    """Open the listening sockets of ``config``: for all routes, and for the control port. Raises OSError."""
-    listeners = [bind(config.host, config.port)]
-    if config.control_port is not None:
-        listeners.append(bind(config.host, config.control_port))
-    return listeners
+    """Open the listening sockets of ``config``, one for each of ``ports_of``. Raises OSError."""
+    return [bind(config.host, port) for port in ports_of(config).values()]
 
 
 def with_ports(config: ServeConfig, listeners: Sequence[socket.socket]) -> ServeConfig:
     """Return ``config`` with the real ports of these listeners."""
-    names = ("port", "control_port")
-    ports = {name: listener.getsockname()[1] for name, listener in zip(names, listeners, strict=False)}
+    real = [listener.getsockname()[1] for listener in listeners]
+    ports = dict(zip(ports_of(config), real, strict=False))
     return msgspec.structs.replace(config, **ports)
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.loading import Loading
 from fastdeploy.entrypoints import child as children
 from fastdeploy.entrypoints.child import REFUSED, Child
+from fastdeploy.entrypoints.loading_progress import LoadingLine
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, ProcessTree
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
@@ -71,6 +73,7 @@ class Supervisor(ProcessTree):
         self._served = False
         self._connected: set[str] = set()  # API servers that have connected to an engine
         self._announced = self._shown = False
+        self._loading = LoadingLine(moves=not one_group)
         self._dead_since: float | None = None  # time.monotonic() when the main thread of the engine was seen to be dead
 
     # ------------------------------------------------------------------ life
@@ -122,12 +125,14 @@ class Supervisor(ProcessTree):
             args,
             fds,
             signal.SIGKILL,
-            environment=with_fleet_key(self._keys.environment(os.environ), None),
+            environment=with_fleet_key(self._keys.environment(os.environ), None) | self._answer_counts(),
             own_session=self._own_sessions,
         )
 
     def _on_event(self, child: Child, event: dict[str, Any]) -> None:
         match event["event"]:
+            case "loading":
+                self._loading.show(msgspec.convert({**event, "event": None}, Loading))
             case "refused":
                 self._on_refused(event["why"])
             case "commit":
@@ -136,6 +141,7 @@ class Supervisor(ProcessTree):
                 child.ready_since = time.monotonic()
             case "ready" if child.name == ENGINE:
                 child.ready_since, self._served = time.monotonic(), True
+                self._loading.end()
                 self._fleet_endpoint = event.get("fleet_endpoint", "")
                 if self._announced:
                     self._show_serving()
@@ -169,12 +175,15 @@ class Supervisor(ProcessTree):
         child that still loads may take long to handle a signal."""
         if self._stopping:
             return
+        self._loading.end()
         self._show_refusal(why)
         self._stop(REFUSED)
         if not self._served:
             self._kill_all()
 
     def _on_end(self, child: Child, status: int) -> None:
+        if child.name == ENGINE:
+            self._loading.end()
         self._connected.discard(child.name)
         if child.name == ENGINE and not self._served:
             logger.error("the engine could not start (status %d)", status)

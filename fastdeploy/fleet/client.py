@@ -98,6 +98,10 @@ class FleetClient:
         self._dispatcher.send_waiting()
 
     @property
+    def loading(self) -> None:
+        """See EngineClient. Each replica says so itself."""
+
+    @property
     def missing_because(self) -> str:
         """Why there is no member."""
         return self.membership.leadership.why or "every replica is lost, or has not joined yet"

@@ -20,11 +20,14 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import VERSION
+from fastdeploy.http.answer_counts import CountAnswers
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.operation import control_router, health_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal import areal_router
+from fastdeploy.http.dialects.fastdeploy.form import form_router, refused
+from fastdeploy.http.dialects.fastdeploy.routes import fastdeploy_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
@@ -57,6 +60,7 @@ ROUTERS = {
     "SkyRL": (skyrl_router,),
     "SGLang": (sglang_router,),
     "AReaL": (areal_router,),
+    "FastDeploy": (fastdeploy_router,),
 }
 
 
@@ -88,19 +92,23 @@ def create_app(
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
     store = SessionStore(config.session_dir, config.max_sessions_mb << 20, config.session_ttl_s)
     routers.insert(2, ("Sessions", sessions_router(Agents(context, store, keys))))
+    if config.fastdeploy_form:
+        routers.insert(0, ("FastDeploy", form_router(context)))
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:
         app.include_router(router, tags=[tag])
     routes = RouteTable(route for _, router in routers for route in router.routes)
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
-    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check)
+    answer = refused if config.fastdeploy_form else error_response
+    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check, answer=answer)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
+    app.add_middleware(CountAnswers, counts=context.answer_counts)
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app
@@ -134,15 +142,21 @@ EVENT_STREAMS = ("/ui/events",)  # streams that GET opens
 
 class Guard:
     """Middleware that answers the error that ``check`` returns for a request, without reading the body of the
-    request."""
+    request. answer: makes the answer."""
 
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], FastDeployError | None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], FastDeployError | None],
+        answer: Callable[[FastDeployError], Response] = error_response,
+    ):
         self._app = app
         self._check = check
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._check(scope) if scope["type"] == "http" else None
-        await (error_response(error) if error else self._app)(scope, receive, send)
+        await (self._answer(error) if error else self._app)(scope, receive, send)
 
 
 class Routing:

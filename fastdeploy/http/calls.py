@@ -68,9 +68,16 @@ def _query(request: Request) -> dict[str, Any]:
 
 def envelope(result: dict[str, Any]) -> Response:
     """Return the reply of a native call."""
-    return json_response(
-        {"request_id": f"control-{uuid.uuid4().hex}", "status": "success", "error_message": None, "result": result}
-    )
+    return json_response(_envelope(status="success", error_message=None, result=result))
+
+
+def envelope_error(error: FastDeployError) -> Response:
+    """Return the reply of a native call that failed: the envelope, beside the error."""
+    return error_response(error, **_envelope(status="error", error_message=error.message, result=None))
+
+
+def _envelope(**fields: Any) -> dict[str, Any]:
+    return {"request_id": f"control-{uuid.uuid4().hex}", **fields}
 
 
 def catching(answer: ErrorAnswer) -> Callable[[Route], Route]:
@@ -91,30 +98,34 @@ def catching(answer: ErrorAnswer) -> Callable[[Route], Route]:
 
 class Routes:
     """The routes of ``router`` whose handlers get the checked fields of a call, and return the content of the answer.
-    read: one of the readers of this module. reply: makes the answer of its content."""
+    read: one of the readers of this module. reply: makes the answer of its content. errors: makes that of an error."""
 
     def __init__(
-        self, router: APIRouter, read: Reader = read_lenient, reply: Callable[[Any], Response] = json_response
+        self,
+        router: APIRouter,
+        read: Reader = read_lenient,
+        reply: Callable[[Any], Response] = json_response,
+        errors: ErrorAnswer = error_response,
     ):
-        self._router, self._read, self._reply = router, read, reply
+        self._router, self._read, self._reply, self._errors = router, read, reply, errors
 
     def post(
         self,
         path: str,
         kind: type[Kind],
         access: RouteAccess = RouteAccess.CONTROL,
-        errors: ErrorAnswer = error_response,
+        errors: ErrorAnswer | None = None,
     ) -> Callable[[Handler[Kind]], Handler[Kind]]:
         """Add the decorated handler of a POST route with fields of ``kind``. errors: makes the answer of an error."""
         query = self._read is not read_body
         extra = takes(kind, query=query) if kind.model_fields else None
-        return lambda handler: self._add("POST", path, kind, handler, access, extra, errors)
+        return lambda handler: self._add("POST", path, kind, handler, access, extra, errors or self._errors)
 
     def get(
         self, path: str, kind: type[Kind], access: RouteAccess = RouteAccess.CONTROL
     ) -> Callable[[Handler[Kind]], Handler[Kind]]:
         """Add the decorated handler of a GET route with fields of ``kind`` in the query."""
-        return lambda handler: self._add("GET", path, kind, handler, access, asks(kind), error_response)
+        return lambda handler: self._add("GET", path, kind, handler, access, asks(kind), self._errors)
 
     def call(self, path: str, kind: type[BaseModel], client: ServingClient, args: Callable[..., Args]) -> None:
         """Add a POST route that passes all its fields to the engine as ``args``, and answers with the report."""

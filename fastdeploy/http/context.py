@@ -21,6 +21,7 @@ from fastdeploy.core.errors import ContextLengthExceeded, EngineDead, InvalidFie
 from fastdeploy.core.request_fields import AddRequest, RequestFields, check_prompt, check_room, check_vocabulary
 from fastdeploy.core.sampling_params import MAX_INT32, NO_SEED, SamplingParams, check_prompt_logprobs
 from fastdeploy.core.served_weights import BASE_NAMES, MAX_LORA_NAME_CHARS
+from fastdeploy.http.answer_counts import AnswerCounts
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.upload_files import UploadFiles
 
@@ -36,7 +37,8 @@ MAX_CHOICES = 4096  # of all prompts of one HTTP request
 @dataclass(frozen=True)
 class ServingContext:
     """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
-    uploads: places for weight uploads. slice_lock: see Pace. grammars: the checks of grammars."""
+    uploads: places for weight uploads. slice_lock: see Pace. grammars: the checks of grammars. answer_counts: of HTTP
+    requests."""
 
     client: ServingClient
     tokenizer: Tokenizer | None
@@ -44,6 +46,7 @@ class ServingContext:
     uploads: Budget
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    answer_counts: AnswerCounts = field(default_factory=AnswerCounts)
 
     def pace(self) -> Pace:
         """Return a new Pace, for one reply."""
@@ -148,6 +151,17 @@ class ServingContext:
     def vocab_size(self) -> int:
         return self.client.model_info.get("vocab_size", 2**31)
 
+    def reasoning_ids(self, field: str) -> tuple[int, int]:
+        """Return the tokens that open and close the reasoning of this model. Raises InvalidField for ``field``."""
+        reasoning = self.chat_format.reasoning
+        if reasoning is None:
+            raise InvalidField(field, "this model has no known format of reasoning; --reasoning-parser names one")
+        encode = self.require_tokenizer(field).encode_now
+        opens, closes = (encode(marker, False) for marker in (reasoning.opens, reasoning.closes))
+        if len(opens) != 1 or len(closes) != 1:
+            raise InvalidField(field, f"not supported: {reasoning.closes} is no single token of this model")
+        return opens[0], closes[0]
+
     def require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidField(field, "this model has no tokenizer: send token ids")
@@ -173,6 +187,9 @@ class ServingContext:
             fields["top_k"] = 0
         if fields.get("seed") == NO_SEED:
             fields["seed"] = None
+        if given.get("reasoning_max_tokens") is not None:
+            ids = given.get("reasoning_ids") or self.reasoning_ids("reasoning_max_tokens")
+            fields |= {"reasoning_ids": ids, "reasoning_end": given.get("reasoning_end") or ids[-1:]}
         params = SamplingParams(**fields).check()
         if params.return_sampling_mask and not (params.limits_tokens or params.temperature == 0):
             expected = "expected top_k, top_p or min_p with it: any token of the vocabulary can be drawn"

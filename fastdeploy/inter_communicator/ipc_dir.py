@@ -11,6 +11,7 @@ from fastdeploy.core.process import ipc_root
 PREFIX = "fastdeploy-"
 SOCKET = "engine.sock"
 RETAINED_LOG = "retained.log"
+LOADING = "loading.json"
 
 
 def create() -> str:
@@ -26,6 +27,11 @@ def endpoint(path: str) -> str:
 def retained_log(path: str) -> str:
     """Return the file in which an engine names its retained requests for the next engine."""
     return os.path.join(path, RETAINED_LOG)
+
+
+def loading_file(path: str) -> str:
+    """Return the file in which an engine that starts says how far it is."""
+    return os.path.join(path, LOADING)
 
 
 def remove(path: str) -> None:

@@ -6,66 +6,20 @@ import collections
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from fastdeploy.core.config import PAUSE_MODES
+from fastdeploy.core.errors import QueueFull, RequestsRejected
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason, NewTokens, Request
+from fastdeploy.metrics.figures import COUNTS, LAGS, RATES, Count, Distribution, Info, Series
 
 log = logging.getLogger("fastdeploy.engine")
-_SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
-
-
-class Durations:
-    """A histogram that takes in all values of a step at once. The library's histogram takes a lock for each value."""
-
-    def __init__(self, name: str, text: str, registry: CollectorRegistry):
-        self._name, self._text = name, text
-        self._counts = np.zeros(len(_SECONDS) + 1, np.int64)  # by bucket, the last one without an upper bound
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, seconds: list[float]) -> None:
-        """Add values. A value below zero (the clock was set back) counts as zero."""
-        if seconds:
-            values = np.maximum(seconds, 0.0)
-            self._counts += np.bincount(np.searchsorted(_SECONDS, values), minlength=len(self._counts))
-            self._sum += float(values.sum())
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
-        buckets = list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-
-
-class _Series(Collector):
-    """Figures whose labels change from scrape to scrape. See ``EngineMetrics.add_series``."""
-
-    def __init__(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]):
-        self._name, self._text, self._label, self._read = name, text, label, read
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
-        for value, figure in self._read().items():
-            family.add_metric([value], figure)
-        yield family
-
-
-class _Count(Collector):
-    """A counter whose value is kept elsewhere. See ``EngineMetrics.add_counter``."""
-
-    def __init__(self, name: str, text: str, read: Callable[[], float]):
-        self._name, self._text, self._read = name, text, read
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        yield CounterMetricFamily(self._name, self._text, self._read())
+# Codes of refusals by the load or by a pause, which exist as a label before the first one.
+REJECTIONS = (QueueFull.code, RequestsRejected.code)
 
 
 class EngineMetrics:
@@ -77,6 +31,11 @@ class EngineMetrics:
         def make(kind: Callable[..., Any], name: str, text: str, **more: Any) -> Any:
             return kind(f"fastdeploy:{name}", text, registry=self.registry, **more)
 
+        self.requests = make(Counter, "requests_number", "Requests that were accepted")
+        self.succeeded = make(Counter, "request_success_total", "Sequences that ended by a stop or by their length")
+        self.rejected = make(Counter, "requests_rejected_total", "Requests that were refused", labelnames=("code",))
+        for code in REJECTIONS:
+            self.rejected.labels(code)
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.num_tokens = 0  # the value of that counter
@@ -98,10 +57,32 @@ class EngineMetrics:
         self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.trace_dropped = make(Counter, "trace_events_dropped_total", "Events missing in the trace: a slow disk")
-        self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
-        self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")
-        self.pause_seconds = make(Durations, "pause_seconds", "First hold to last release, of the whole engine")
-        self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
+        self.ttft = make(Distribution, "time_to_first_token_seconds", "Arrival to first token")
+        self.tpot = make(Distribution, "time_per_output_token_seconds", "Gap between tokens")
+        self.pause_seconds = make(Distribution, "pause_seconds", "First hold to last release, of the whole engine")
+        self.e2e = make(Distribution, "e2e_request_latency_seconds", "Arrival to last token")
+        self.queue = make(Distribution, "request_queue_time_seconds", "Arrival to the first step")
+        self.inference = make(Distribution, "request_inference_time_seconds", "First step to last token")
+        self.prefill = make(Distribution, "request_prefill_time_seconds", "First step to first token")
+        self.decode = make(Distribution, "request_decode_time_seconds", "First token to last token")
+        text = "Prompt tokens of accepted requests"
+        self.prompt_sizes = make(Distribution, "request_prompt_tokens", text, bounds=COUNTS)
+        text = "max_tokens of accepted requests, or the room that the context leaves"
+        self.max_tokens = make(Distribution, "request_params_max_tokens", text, bounds=COUNTS)
+        text = "Output tokens of sequences that ended with some"
+        self.output_sizes = make(Distribution, "request_generation_tokens", text, bounds=COUNTS)
+        text = "Output tokens per second from arrival to the end, of sequences that ended with some"
+        self.token_rates = make(Distribution, "request_token_ratio", text, bounds=RATES)
+        text = "Commits between the weights of the oldest token and those that serve, of sequences that ended well"
+        self.version_lag = make(Distribution, "request_version_lag", text, bounds=LAGS)
+
+    def observe_accepted(self, requests: list[Request]) -> None:
+        """Count one group of choices that was accepted."""
+        num_prompt_tokens = requests[0].num_prompt_tokens
+        self.requests.inc()
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.prompt_sizes.observe([num_prompt_tokens])
+        self.max_tokens.observe([requests[0].max_output_tokens])
 
     def observe_tokens(self, step: list[NewTokens]) -> None:
         count = sum([len(new.token_ids) for new in step])
@@ -118,7 +99,21 @@ class EngineMetrics:
         for request in requests:
             assert request.finish_reason is not None, "a request that has not ended"
             self._tokens_by_reason[request.finish_reason].inc(request.num_output_tokens)
-        self.e2e.observe([now - request.arrival for request in requests])
+        if requests:
+            self.e2e.observe([now - request.arrival for request in requests])
+            self._observe_phases([request for request in requests if request.num_output_tokens], now)
+
+    def _observe_phases(self, requests: list[Request], now: float) -> None:
+        """Take in ended requests that have tokens. One that resumes an earlier attempt counts its own tokens only."""
+        self.queue.observe([r.admitted_at - r.arrival for r in requests])
+        self.prefill.observe([r.first_token_at - r.admitted_at for r in requests])
+        self.inference.observe([r.last_token_at - r.admitted_at for r in requests])
+        self.decode.observe([r.last_token_at - r.first_token_at for r in requests])
+        self.output_sizes.observe([float(r.num_output_tokens) for r in requests])
+        self.token_rates.observe([r.num_output_tokens / max(now - r.arrival, 1e-9) for r in requests])
+        well = [r for r in requests if r.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)]
+        self.succeeded.inc(len(well))
+        self.version_lag.observe([float(r.version_lag) for r in well])
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a figure that each scrape gets from ``read``."""
@@ -126,7 +121,11 @@ class EngineMetrics:
 
     def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a count since the start, whose name ends with ``_total`` in a scrape, which gets it from ``read``."""
-        self.registry.register(_Count(f"fastdeploy:{name}", text, read))
+        self.registry.register(Count(f"fastdeploy:{name}", text, read))
+
+    def add_info(self, name: str, text: str, constants: Mapping[str, object]) -> None:
+        """Add a figure of 1, whose labels are ``constants``."""
+        self.registry.register(Info(f"fastdeploy:{name}", text, {key: str(value) for key, value in constants.items()}))
 
     def add_flags(self, name: str, text: str, label: str, values: Iterable[str], read: Callable[[str], bool]) -> None:
         """Add a figure of 0 or 1 for each of ``values``, which are the values of ``label``."""
@@ -136,7 +135,7 @@ class EngineMetrics:
 
     def add_series(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
         """Add a figure for each key of what ``read`` returns at a scrape. The keys are values of ``label``."""
-        self.registry.register(_Series(f"fastdeploy:{name}", text, label, read))
+        self.registry.register(Series(f"fastdeploy:{name}", text, label, read))
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format."""

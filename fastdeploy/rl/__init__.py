@@ -1,5 +1,5 @@
 """The trainer's side: a client of one address (a server or a fleet), and integrations of RL frameworks. Imports no
-Paddle, except for scoring/, which is a layer of its own.
+Paddle, except for rollout_model and scoring/, which are layers of their own.
 
 client, sync_client   the public classes: RolloutClient, and the same without an event loop
 connection            HTTP with one address; server_state knows whether requests may be sent
@@ -10,5 +10,7 @@ holds                 pause and resume, and the renewal of a pause's ttl
 publish               new weights and adapters, and the count of both
 state_transfer        what is sent: a state or its difference (deltas), as safetensors (state_encoding), by uploads
 frameworks/           integrations of TRL, verl and SkyRL
+rollout_config,       FastDeploy's model that a trainer fills, by its names and in its layout
+rollout_model
 scoring/              log probabilities by the engine's own ops, with gradients
 """

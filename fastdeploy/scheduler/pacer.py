@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fastdeploy.core.plan import ScheduledChunk
 from fastdeploy.core.request import Request
+from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.runner import Runner
-from fastdeploy.scheduler.step_cost import StepCost, chunk_keys, step_work
+from fastdeploy.scheduler.step_cost import StepCost, chunk_keys, decoded_tokens, step_work
 from fastdeploy.scheduler.warm_up import warm_up
 
 STRETCH = 1.4  # times the step of the running sequences alone. 1.5 is promised; a cost is known within some percent
@@ -18,6 +19,22 @@ FIRST_GUESS = 64  # prompt tokens of a step, before anything has been measured
 LEAST = 4  # tokens of the oldest prompt in every step, so that it makes progress at any cost
 PROBE_STEPS = 12  # after so many steps with prompts, the running sequences compute one alone: STRETCH refers to it
 SURPRISE = 0.2  # so they do after a step that took by so much less or more than expected: the machine has changed
+
+
+class DecodeSteps:
+    """The steps since the start that computed one token of each sequence, without prompts and drafts. seconds: of all
+    of them. least_s: the least time of all of them on this machine. Both stay 0.0 while ``roofline`` is None: the
+    machine was not measured, or cannot be."""
+
+    def __init__(self) -> None:
+        self.seconds = self.least_s = 0.0
+        self.roofline: StepRoofline | None = None
+
+    def observe(self, elapsed_s: float, sequences: int, tokens: float) -> None:
+        """Add a step. tokens: whose KV it read."""
+        if self.roofline is not None:
+            self.seconds += elapsed_s
+            self.least_s += self.roofline.least_s(sequences, tokens)
 
 
 class StepPacer:
@@ -36,6 +53,7 @@ class StepPacer:
 
     def __init__(self, max_tokens: int, max_step_s: float | None = None):
         self.cost = StepCost()
+        self.decode_steps = DecodeSteps()
         self.max_tokens = max_tokens
         self._max_step_s = max_step_s
         self._budget: PromptBudget | None = None  # of the last step
@@ -43,8 +61,9 @@ class StepPacer:
         self._surprised = False  # by the last step
 
     def warm_up(self, runner: Runner, max_num_seqs: int) -> None:
-        """See ``warm_up``."""
+        """See ``warm_up``. Measures the machine, too, for ``decode_steps``."""
         warm_up(runner, self.cost, max_num_seqs, self.max_tokens)
+        self.decode_steps.roofline = runner.measure_roofline()
 
     def budget(self, decodes: Sequence[Request]) -> PromptBudget:
         """Return the room for prompts in a step that computes one token of each of ``decodes``."""
@@ -55,13 +74,15 @@ class StepPacer:
         self._budget = PromptBudget(self.cost, decodes, self.max_tokens, self._max_step_s, probe)
         return self._budget
 
-    def observe(self, chunks: Iterable[ScheduledChunk], elapsed_s: float) -> None:
+    def observe(self, chunks: Sequence[ScheduledChunk], elapsed_s: float) -> None:
         """Learn from a step."""
         if elapsed_s > 0:
             rows, sampled, keys = step_work(chunks)
             expected_s = self.cost.cost(rows, sampled, keys)
             self._surprised = abs(elapsed_s - expected_s) > SURPRISE * expected_s
             self.cost.observe(elapsed_s, rows, sampled, keys)
+            if rows == sampled == len(chunks):
+                self.decode_steps.observe(elapsed_s, rows, decoded_tokens(rows, keys))
 
 
 class PromptBudget:

@@ -112,6 +112,12 @@ def chunk_keys(start: int, count: int) -> float:
     return (READ + count) * (start + count / 2)
 
 
+def decoded_tokens(rows: int, keys: float) -> float:
+    """Return the tokens whose KV a step reads that computes one token of each of ``rows`` sequences. keys: of the
+    step."""
+    return keys / (READ + 1) + rows / 2
+
+
 def step_work(chunks: Iterable[ScheduledChunk]) -> tuple[int, int, float]:
     """Return the rows, the sampled rows and the keys of a step, see StepCost."""
     rows, sampled, keys = 0, 0, 0.0

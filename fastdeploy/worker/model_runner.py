@@ -13,19 +13,20 @@ import paddle
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint
+from fastdeploy.core.loading import Loading, LoadingStage, ShowLoading
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NoneAllowed, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
-from fastdeploy.model_executor.model_config import ModelConfig
-from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
-from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
+from fastdeploy.worker.memory_plan import plan_model
+from fastdeploy.worker.roofline import measure_machine, step_roofline
 from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
 from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
@@ -34,9 +35,6 @@ from fastdeploy.worker.token_logprobs import Wanted, ids_of, token_logprobs
 from fastdeploy.worker.token_masks import TokenMaskMaker
 from fastdeploy.worker.weight_files import Check, Spill, SpillMove, export_weights, spill
 
-# Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
-DEFAULT_KV_BYTES = 2 << 30
-KV_MEMORY_SHARE = 0.25
 LOGITS_ROWS = 64  # rows of a prompt whose logits are in memory at once
 WEIGHT, KV_CACHE = "weight", "kv_cache"  # the tags of sleep and wake
 
@@ -47,11 +45,12 @@ class ModelRunner:
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
     the checkpoint (float16 becomes float32). num_blocks has priority over kv_cache_bytes, and either is refused if it
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
-    most 2 GiB and a quarter of the free memory, divided by engines_on_host. max_model_len None: the longest of the
-    model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
-    folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
-    these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
-    quantization: see ``build_model``.
+    most 2 GiB and a quarter of the free memory, divided by engines_on_host; with memory_share instead, at most this
+    share of the machine's memory, and the memory that is free, without the weights and 1 GiB. max_model_len None: the
+    longest of the model, or of the KV cache if that is less. ops: by default the best ops that this machine can run.
+    spill_dir: the folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie
+    below one of these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see
+    StandbyCopy. quantization: see ``build_model``. show: called with how far the start is.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -63,6 +62,7 @@ class ModelRunner:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        memory_share: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -73,54 +73,49 @@ class ModelRunner:
         standby_weights: str = "auto",
         engines_on_host: int = 1,
         quantization: str | None = None,
+        show: ShowLoading = lambda state: None,
     ):
         paddle.set_device("cpu")
-        if block_size < 1 or block_size % 16:
-            raise InvalidField("block_size", f"expected a multiple of 16, got {block_size}")
-        self.config = load_config(model_path)
-        dtype = _resolve_dtype(dtype, self.config)
-        self.ops = ops if ops is not None else get_ops(dtype)
+        show(Loading(LoadingStage.PLAN))
+        self.config, self.ops, self.model, plan = plan_model(
+            model_path,
+            dtype=dtype,
+            quantization=quantization,
+            block_size=block_size,
+            ops=ops,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            engines_on_host=engines_on_host,
+            memory_share=memory_share,
+        )
+        self._token_bytes = plan.token_bytes
         self._sampler = Sampler(self.ops)
         self._sequences = Sequences(block_size)
         self._masks = TokenMaskMaker(model_path, self.config.vocab_size, self.config.eos_token_ids)
-        wanted_len = _wanted_len(max_model_len, self.config)
-        block_bytes = self._new_cache(1, block_size).nbytes
-        if num_blocks is not None:
-            _check_fits("num_gpu_blocks_override", num_blocks * block_bytes)
-        elif kv_cache_bytes is not None:
-            _check_fits("kv_cache_gb", kv_cache_bytes)
-            num_blocks = kv_cache_bytes // block_bytes
-        else:
-            full = max_num_seqs * -(-wanted_len // block_size)
-            num_blocks = min(full, _default_kv_bytes(engines_on_host) // block_bytes)
-        if max_model_len is None:
-            wanted_len = min(wanted_len, num_blocks * block_size)
-        if num_blocks < 1 or wanted_len > num_blocks * block_size:
-            raise InvalidField(
-                "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
-            )
-        self.model = build_model(self.config, self.ops, wanted_len, quantization)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
-        self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=num_blocks * block_bytes)
+        self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=plan.kv_bytes)
         self.weights: ModelWeights | None = None
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self._fingerprint: str | None = None
-        staging = WeightStaging(self.model, self._standby)
+        staging = WeightStaging(self.model, self._standby, show=lambda *n: show(Loading(LoadingStage.WEIGHTS, *n)))
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
-        self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
+        show(Loading(LoadingStage.KV_CACHE))
+        self.cache: KVCache | None = self._new_cache(plan.num_blocks, block_size)
         self._cache_bytes = self.cache.nbytes
         self.info = ModelInfo(
             name=Path(model_path).resolve().name,
-            dtype=dtype,
+            dtype=self.ops.dtype,
             vocab_size=self.config.vocab_size,
-            max_model_len=wanted_len,
+            max_model_len=plan.max_model_len,
             eos_token_ids=self.config.eos_token_ids,
-            num_blocks=num_blocks,
+            num_blocks=plan.num_blocks,
             block_size=block_size,
             quantization=quantization,
             grammars=self._masks.has_grammars,
@@ -140,6 +135,14 @@ class ModelRunner:
             except _StepGivenUp:
                 return None
         return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs)
+
+    def measure_roofline(self) -> StepRoofline | None:
+        """See ``Runner.measure_roofline``."""
+        if self.weights is None:
+            return None
+        linears = [value for value in self.weights.values.values() if not isinstance(value, paddle.Tensor)]
+        machine = measure_machine(self.ops, linears, self.model.quantization)
+        return None if machine is None else step_roofline(self.model, machine, self._token_bytes)
 
     @property
     def has_weights(self) -> bool:
@@ -380,32 +383,3 @@ def _raising(between_layers: Callable[[], bool] | None) -> Callable[[], None] | 
             raise _StepGivenUp
 
     return called
-
-
-def _resolve_dtype(dtype: str, config: ModelConfig) -> str:
-    if dtype == "auto":
-        return "bfloat16" if config.dtype == "bfloat16" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise InvalidField("dtype", f"expected auto, float32 or bfloat16, got {dtype!r}")
-    return dtype
-
-
-def _wanted_len(max_model_len: int | None, config: ModelConfig) -> int:
-    if max_model_len is None:
-        return config.max_position_embeddings
-    if not 1 <= max_model_len <= config.max_position_embeddings:
-        raise InvalidField(
-            "max_model_len", f"expected 1 to {config.max_position_embeddings} (the model's own), got {max_model_len}"
-        )
-    return max_model_len
-
-
-def _check_fits(setting: str, kv_cache_bytes: int) -> None:
-    free = free_memory()
-    if kv_cache_bytes > free:
-        asked = f"a KV cache of {kv_cache_bytes / 2**30:.1f} GiB"
-        raise InvalidField(setting, f"{asked} is more than the memory that is free, {free / 2**30:.1f} GiB")
-
-
-def _default_kv_bytes(engines_on_host: int) -> int:
-    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory() / engines_on_host))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from fastdeploy.model_executor.models import CONFIG, GENERATION, read_config, re
 from fastdeploy.model_executor.ops.interface import Ops, Problem, Region, StageItem, StageResult
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, TensorEntry, read_checksums, refuse_tensor
 
+ShowBytes: TypeAlias = Callable[[int, int], None]
+PIECE_BYTES = 256 << 20  # that are read between two calls of ShowBytes
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}  # serving dtype: its name in safetensors, bytes of a value
 
 
@@ -93,19 +96,26 @@ def _has(folder: Folder, name: str) -> bool:
 
 
 def stage_tensors(
-    ops: Ops, reader: SafetensorsReader, regions: Mapping[str, Region], checksums: Mapping[str, str], stop: np.ndarray
+    ops: Ops,
+    reader: SafetensorsReader,
+    regions: Mapping[str, Region],
+    checksums: Mapping[str, str],
+    stop: np.ndarray,
+    show: ShowBytes | None = None,
 ) -> dict[str, Fingerprint]:
     """Read each tensor of ``regions`` to its region, and return the fingerprints. checksums: the sha256 of the bytes of
-    some tensors; such a tensor is read to private memory, hashed, and staged from there, one at a time. So is a vector
-    that is a part of another one. stop: see ``Ops.stage``. Raises WeightUpdateRefused, which names the tensor and the
-    file."""
+    some tensors; such a tensor, and a vector that is a part of another one, is read to private memory, hashed, and
+    staged from there, one at a time. stop: see ``Ops.stage``. show: called with the bytes that were read, and all of
+    them; None = read in one piece. Raises WeightUpdateRefused, which names the tensor and the file."""
     entries = reader.entries
     direct = {
         name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd, view=entries[name].view)
         for name, region in regions.items()
         if name not in checksums and (entries[name].view is None or region.linear is not None)
     }
-    found = stage_items(ops, reader, direct, stop)
+    found: dict[str, Fingerprint] = {}
+    for piece in [direct] if show is None else _pieces(direct, reader, show):
+        found |= stage_items(ops, reader, piece, stop)
     for name, region in regions.items():
         if name not in direct:
             check_given_up(stop)
@@ -113,6 +123,24 @@ def stage_tensors(
             item = StageItem(region, entries[name].dtype, 0, memory=memory)
             found |= stage_items(ops, reader, {name: item}, stop)
     return found
+
+
+def _pieces(
+    items: Mapping[str, StageItem], reader: SafetensorsReader, show: ShowBytes
+) -> Iterator[dict[str, StageItem]]:
+    """Yield all items in pieces of at least PIECE_BYTES bytes in the source, but for the last one."""
+    total, done, nbytes = sum(reader.entries[name].nbytes for name in items), 0, 0
+    piece: dict[str, StageItem] = {}
+    show(0, total)
+    for name, item in items.items():
+        piece[name] = item
+        nbytes += reader.entries[name].nbytes
+        if nbytes >= PIECE_BYTES:
+            yield piece
+            done, nbytes, piece = done + nbytes, 0, {}
+            show(done, total)
+    yield piece
+    show(total, total)
 
 
 def stage_items(

@@ -24,6 +24,7 @@ from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open
 from fastdeploy.worker.part_reading import (
     DTYPES,
     PayloadReader,
+    ShowBytes,
     check_config,
     check_given_up,
     eos_token_ids,
@@ -136,7 +137,8 @@ class WeightStaging:
 
     base: returns the weights that serve, whose values stay where no part changes them; they stay the same until the
     commit. None: all tensors must arrive. roots: folders must lie below one of these. delta: parts may be payloads,
-    and so may later updates."""
+    and so may later updates. show(done, total): called with the bytes of plain tensors while they are read; they are
+    then read in several pieces."""
 
     def __init__(
         self,
@@ -145,8 +147,9 @@ class WeightStaging:
         base: GetServing | None = None,
         roots: Sequence[str] = ANYWHERE,
         delta: bool = False,
+        show: ShowBytes | None = None,
     ):
-        self._model, self._base, self._roots = model, base, roots
+        self._model, self._base, self._roots, self._show = model, base, roots, show
         self._guard = LoanGuard(standby, delta)
         self._received = ReceivedTensors(model)
         self._values: StagedValues | None = None
@@ -206,7 +209,7 @@ class WeightStaging:
         if reader.entries:
             values = self._borrow()
             regions = {name: values.region(name) for name in reader.entries}
-            found = stage_tensors(self._model.ops, reader, regions, expected, self._guard.stop)
+            found = stage_tensors(self._model.ops, reader, regions, expected, self._guard.stop, self._show)
             self._received.add(found, form.fingerprints)
 
     def _stage_payloads(self, reader: SafetensorsReader, expected: Mapping[str, str], form: PartFormat) -> None:

@@ -31,6 +31,11 @@ MARGIN = 1 << 30
 MISSED_SHARE = 0.25
 
 
+def allows_copy(policy: str, free: int, nbytes: int) -> bool:
+    """Return whether the policy allows a standby copy that needs ``nbytes``, if ``free`` bytes are free."""
+    return policy == "on" or (policy == "auto" and free >= nbytes)
+
+
 class Spare(NamedTuple):
     """A packed weight of the standby copy, which does not serve. missed: the changes of its rows and its bias that
     bring it up to the weight that serves, in order; () = the two are equal, None = the content is stale and must be
@@ -198,7 +203,7 @@ class StandbyCopy:
 
     def _allows(self, nbytes: int) -> bool:
         """Return whether the policy allows a copy if that takes so much free memory."""
-        return self._policy == "on" or (self._policy == "auto" and free_memory() >= nbytes)
+        return allows_copy(self._policy, free_memory(), nbytes)
 
 
 class LoanGuard:

@@ -1,4 +1,5 @@
-"""Masks of the tokens that may be drawn, for sequences with a grammar, allowed_token_ids or bad_words.
+"""Masks of the tokens that may be drawn, for sequences with a grammar, allowed_token_ids, bad_words or a limit of
+reasoning.
 
 The state of a grammar is a function of the grammar and of the sequence's output. So a sequence that comes back after a
 preemption, a sleep or at another engine needs nothing but its tokens: a new matcher reads them again. The masks of a
@@ -19,6 +20,7 @@ import numpy as np
 from fastdeploy.core.grammar import PARSER_LIMITS, compiling_thread
 from fastdeploy.core.plan import NewSequence, NoneAllowed, NonFinite, Sampled, ScheduledChunk
 from fastdeploy.model_executor.ops.vocabulary import TokenMasks
+from fastdeploy.worker.reasoning_budget import ReasoningBudget
 from fastdeploy.worker.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ COMPILED = 64  # grammars that are kept compiled
 
 class _State:
     """The masks of one sequence. matcher: has read ``num_read`` tokens of the output. ended: the grammar has ended with
-    an EOS that the request ignores. why: set if the sequence can get no more tokens. allowed, banned: ids as bits."""
+    an EOS that the request ignores. why: set if the sequence can get no more tokens. allowed, banned: ids as bits.
+    budget: of reasoning; made when all tokens of the prompt are known."""
 
     def __init__(self, new: NewSequence, words: int, compiled: Future[LLMatcher] | None):
         self.new = new
@@ -42,6 +45,15 @@ class _State:
         ids = new.sampling.allowed_token_ids
         self.allowed = None if ids is None else _bits(ids, words)
         self.ends, self.banned = _bits(new.ends, words), _bits(new.banned, words)
+        self.budget: ReasoningBudget | None = None
+
+    def count_reasoning(self, known: np.ndarray) -> None:
+        """Read the tokens of the sequence that are known now."""
+        if self.new.sampling.reasoning_max_tokens is None:
+            return
+        start = self.new.num_prompt_tokens
+        self.budget = self.budget or ReasoningBudget(self.new.sampling, known[:start].tolist())
+        self.budget.read(known[start + self.budget.num_read :].tolist())
 
     def read(self, output: Sequence[int], end_id: int) -> None:
         """Read the next tokens of the output. end_id: see ``GrammarCompiler``."""
@@ -77,10 +89,14 @@ class _Row(NamedTuple):
 
     def restrict(self, mask: np.ndarray, k: int) -> None:
         """Take from the mask behind ``k`` drafts the ids that are not in allowed_token_ids, and the last ids of bad
-        words; and, before min_tokens, those that end the request, if others are left."""
+        words; all but the next one of reasoning_end, where reasoning must end; and, before min_tokens, those that end
+        the request, if others are left."""
         state = self.state
         if state.allowed is not None:
             mask &= state.allowed
+        if state.budget is not None and (forced := state.budget.forced(self.drafts[:k])) is not None:
+            mask[: forced // 32] = mask[forced // 32 + 1 :] = 0
+            mask[forced // 32] &= np.uint32(1 << forced % 32)
         output = (*self.output, *self.drafts[:k])
         for word in state.new.sampling.bad_words:
             before, last = word[:-1], word[-1]
@@ -154,6 +170,7 @@ class TokenMaskMaker:
             if (state := self._states.get(chunk.sequence)) is not None:
                 end = chunk.start + chunk.num_known
                 tokens = known.tokens[chunk.sequence]
+                state.count_reasoning(tokens[:end])
                 unread = tokens[state.new.num_prompt_tokens + state.num_read : end].tolist()
                 drafts = tokens[end : end + chunk.drafted].tolist()
                 output = tokens[max(end - state.longest_bad_word, state.new.num_prompt_tokens) : end].tolist()
@@ -249,7 +266,7 @@ class PendingMasks:
         for row, first in zip(self._rows, _firsts(self._rows), strict=True):
             one = drawn[row.number]
             if isinstance(one, NonFinite) and not masks.bits[first].any():
-                why = row.state.why or "the grammar, allowed_token_ids and bad_words leave no token"
+                why = row.state.why or "the grammar, allowed_token_ids, bad_words and reasoning_end leave no token"
                 result[row.number] = NoneAllowed(one.position, why)
         return result
 

@@ -1,4 +1,4 @@
-"""acceptance/pause.py and benchmarks/serving.py as commands, on correct, defective and missing servers."""
+"""acceptance/pause.py as a command, on correct, defective and missing servers."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def test_pause_exits_one_when_it_takes_more_steps_than_allowed():
     assert "paused within 0.0001 steps" in out
 
 
-@pytest.mark.parametrize("script", ["acceptance/pause.py", "benchmarks/serving.py"])
-def test_a_server_that_is_not_there_is_exit_code_two(script: str):
-    code, _, err = command(script, url=f"http://127.0.0.1:{free_port()}")
+def test_a_server_that_is_not_there_is_exit_code_two():
+    code, _, err = command("acceptance/pause.py", url=f"http://127.0.0.1:{free_port()}")
     assert code == 2
     assert "cannot go on" in err and "Traceback" not in err
 
@@ -115,21 +114,3 @@ def test_pause_refuses_a_load_in_which_nothing_waits():
     code, _, err = command("acceptance/pause.py", "--streams", "8", "--running", "8")
     assert code == 2
     assert "--streams must be above --running" in err
-
-
-@pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "50"]])
-def test_serving_counts_every_request_and_token(load: list[str], tmp_path: Path):
-    file = tmp_path / "out.json"
-    small = ["--num-requests", "9", "--output-len", "7", "--input-len", "5"]
-    code, out, err = command("benchmarks/serving.py", *load, *small, "--json", str(file))
-    assert code == 0, out + err
-    stats = json.loads(file.read_text())["stats"]
-    assert (stats["completed"], stats["failed"], stats["output_tokens"]) == (9, 0, 63)
-    assert stats["ttft"]["count"] == stats["tpot"]["count"] == 9 and stats["itl"]["count"] == 54
-    assert "output tokens/s" in out
-
-
-def test_serving_exits_one_when_a_request_fails():
-    code, out, err = command("benchmarks/serving.py", "--num-requests", "3", "--output-len", "7", defect="double_end")
-    assert code == 1
-    assert "failed" in out + err

@@ -9,8 +9,8 @@ import pytest
 
 from acceptance.lib import scenarios
 from acceptance.lib.scenarios import Acceptance, Options, Outcome
-from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import DIALECTS
+from fastdeploy.bench.client import Client
 from support.fake_pause_server import FakeServer
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from acceptance.lib.verdicts import BadSpans, VersionSpan, check_update, version_spans
-from benchmarks.lib.timeline import StreamLog, TokenEvent
+from fastdeploy.bench.timeline import StreamLog, TokenEvent
 
 
 def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:

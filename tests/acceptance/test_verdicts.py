@@ -12,7 +12,7 @@ import pytest
 
 from acceptance.lib.verdicts import Check, PauseRun, check_abort, check_after, check_keep, check_texts, check_wait
 from benchmarks.lib.dialect import Gauges
-from benchmarks.lib.timeline import StreamLog, TokenEvent
+from fastdeploy.bench.timeline import StreamLog, TokenEvent
 
 REFUSAL = '{"error": {"message": "paused", "type": "rejecting_new_requests", "code": "rejecting_new_requests"}}'
 IDLE = Gauges(0, 0, 100, 0.0)

@@ -11,13 +11,14 @@ import pytest
 
 from benchmarks import adapters
 from benchmarks.lib import contenders, engines
-from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison
 from benchmarks.lib.loads import AdapterStreams, Figures
 from benchmarks.lib.report import Printer
 from benchmarks.lib.roofline import Machine, Shape
+from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, make_parser
+from fastdeploy.entrypoints.cli.flags import configs
+from fastdeploy.entrypoints.cli.main import make_parser
 from support.fake_pause_server import FakeServer
 
 SMALL = ["--counts", "1,3", "--streams", "4", "--rank", "16", "--input-len", "8", "--output-len", "40"]

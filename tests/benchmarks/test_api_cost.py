@@ -13,8 +13,8 @@ import pytest
 from benchmarks import api_cost
 from benchmarks.api_cost import CASES, Cost
 from benchmarks.lib import processes
-from benchmarks.lib.client import Client
 from benchmarks.make_model import write_tokenizer
+from fastdeploy.bench.client import Client
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.embedded import MODEL_DIR
 from support.fake_pause_server import FakeServer

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import interference
 from benchmarks.interference import BEFORE, PROMPT_OUTPUT, Load, Round
-from benchmarks.lib.client import Client
-from benchmarks.lib.timeline import StreamLog, TokenEvent
+from fastdeploy.bench.client import Client
+from fastdeploy.bench.timeline import StreamLog, TokenEvent
 from fastdeploy.embedded import MODEL_DIR
 from support.fake_pause_server import FakeServer
 

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from benchmarks import speculation
-from benchmarks.lib.client import Client
 from benchmarks.speculation import Load, body, compare, loads_of, run_load, tokens_per_step
+from fastdeploy.bench.client import Client
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.scheduler.drafts import NoDrafts

@@ -12,8 +12,8 @@ from safetensors.numpy import load, save_file
 
 from benchmarks import weight_update
 from benchmarks.lib.checkpoint import Checkpoint, Flips
-from benchmarks.lib.timeline import StreamLog, TokenEvent
 from benchmarks.lib.update_run import Row, fill, medians
+from fastdeploy.bench.timeline import StreamLog, TokenEvent
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype

@@ -130,6 +130,11 @@ class Server:
 
     command = "serve"
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words behind ``python -m``, before the flags."""
+        return ("fastdeploy.entrypoints.cli", self.command)
+
     def __init__(self, *flags: str):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -138,7 +143,7 @@ class Server:
         self._log = self.log_path.open("wb")
         # Each call has a connection of its own, so that any API server may get it.
         self.http = httpx.Client(base_url=self.url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))
-        command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", self.command, "--port", str(self.port), *flags]
+        command = [sys.executable, "-m", *self.words, "--port", str(self.port), *flags]
         own = {"FASTDEPLOY_IPC_ROOT": str(self.ipc_root), "FASTDEPLOY_CHECK_INTEGRITY": "1"}
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **own}

@@ -18,10 +18,9 @@ import pytest
 
 from e2e.delta_trainer_child import Checkpoint, bits_of
 from e2e.server import PROMPT, SMALL, Server, alive, until
+from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.llm import LLM
 from fastdeploy.entrypoints.loading import load_runner
 from support.checkpoints import write_safetensors
 
@@ -95,7 +94,7 @@ class Crashes:
         assert served["checksums"] == runner.checksums()
         with LLM(str(fresh), runner=runner, **SETTINGS) as llm:
             greedy = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
-            expected = llm.generate([PROMPT], greedy)[0].choices[0].token_ids
+            expected = llm.generate([PROMPT], greedy)[0].outputs[0].token_ids
         assert self._server.complete(PROMPT, max_tokens=40, ignore_eos=True)["token_ids"] == list(expected)
         self._seen["compared"] += 1
 

@@ -17,7 +17,7 @@ def left_resumed_and_idle(server):
         server.post("/v1/resume", {"hold_id": hold["id"]})
     server.post("/v1/abort_requests", {"abort_all": True})
     until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0, 30, "idle")
-    assert server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num")
+    assert server.metric("available_gpu_block_num") == server.metric("max_gpu_block_num")
 
 
 def streams(server, count, **params):

@@ -143,7 +143,7 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
     error = pause.exception(20)  # a broken connection, if the killed API server had the call
     assert isinstance(error, httpx.TransportError) or pause.result().status == 200
     server.post("/v1/resume")
-    until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 30, "KV is back")
+    until(lambda: server.metric("available_gpu_block_num") == server.metric("max_gpu_block_num"), 30, "KV is back")
 
 
 def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(server):

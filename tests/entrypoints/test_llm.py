@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -22,27 +23,27 @@ def llm(model_dir):
 def test_outputs_are_in_the_order_of_the_prompts(llm):
     prompts = [[k, 7] for k in range(20)]
     outputs = llm.generate(prompts, GREEDY)
-    assert [o.choices[0].token_ids for o in outputs] == [expected_tokens(p, 12, vocab=264) for p in prompts]
-    assert {o.choices[0].finish_reason for o in outputs} == {"length"}
+    assert [o.outputs[0].token_ids for o in outputs] == [expected_tokens(p, 12, vocab=264) for p in prompts]
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
 
 
 def test_text_prompts_are_tokenised_and_choices_have_text(llm):
-    [output] = llm.generate("hello", GREEDY, n=2)
+    [output] = llm.generate("hello", replace(GREEDY, n=2))
     assert output.prompt_token_ids == llm.tokenizer.encode_now("hello")
-    assert len(output.choices) == 2
-    for choice in output.choices:
+    assert len(output.outputs) == 2
+    for choice in output.outputs:
         assert choice.text == llm.tokenizer.decode(output.prompt_token_ids + choice.token_ids)[len("hello") :]
 
 
 def test_a_stop_string_ends_a_choice(llm):
     [whole] = llm.generate("hello", GREEDY)
-    stop = next(c for c in whole.choices[0].text if c.isalnum())
-    [output] = llm.generate("hello", GREEDY, stop=[stop])
-    assert output.choices[0].finish_reason == "stop"
-    assert output.choices[0].text == whole.choices[0].text.split(stop)[0]
-    pair = whole.choices[0].text[1:3]
-    [output] = llm.generate("hello", GREEDY, stop=pair)
-    assert output.choices[0].text == whole.choices[0].text.split(pair)[0], "a string was taken for a list"
+    stop = next(c for c in whole.outputs[0].text if c.isalnum())
+    [output] = llm.generate("hello", replace(GREEDY, stop=[stop]))
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text == whole.outputs[0].text.split(stop)[0]
+    pair = whole.outputs[0].text[1:3]
+    [output] = llm.generate("hello", replace(GREEDY, stop=pair))
+    assert output.outputs[0].text == whole.outputs[0].text.split(pair)[0], "a string was taken for a list"
 
 
 def test_each_prompt_may_have_its_own_adapter(llm, tmp_path):
@@ -51,10 +52,10 @@ def test_each_prompt_may_have_its_own_adapter(llm, tmp_path):
     assert (report["lora_name"], report["adapter_epoch"], report["replaced"]) == ("a", 2, True)
     outputs = llm.generate([[1], [1], [1]], GREEDY, lora_name=["a", None, "b"])
     for output, k, name in zip(outputs, (5, 0, 4), ("a", "", "b"), strict=True):
-        [choice] = output.choices
+        [choice] = output.outputs
         assert choice.token_ids == expected_tokens([1], 12, vocab=264, adapter=k)
         assert [span.adapter for span in choice.spans] == [name]
-    assert llm.generate([[1]], GREEDY, lora_name="b")[0].choices[0].token_ids == outputs[2].choices[0].token_ids
+    assert llm.generate([[1]], GREEDY, lora_name="b")[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
     assert [(adapter["lora_name"], adapter["lora_int_id"]) for adapter in llm.adapters()] == [("a", 1), ("b", 2)]
 
 
@@ -91,7 +92,9 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_the_routes(llm):
         llm.generate([[1] * 100_000], GREEDY)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, [None], [5], [[]], [""], [[1], [True]], [["a"]], [[-1]], [[2**40]]])
+@pytest.mark.parametrize(
+    "prompts", [None, 5, [None], [1.5], [1, "a"], [[]], [""], [[1], [True]], [["a"]], [[-1]], [[2**40]]]
+)
 def test_a_value_that_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(errors.InvalidField) as info:
         llm.generate(prompts, GREEDY)
@@ -101,11 +104,11 @@ def test_a_value_that_is_no_prompt_is_refused(llm, prompts):
 def test_bad_sampling_parameters_are_refused_by_name(llm):
     with pytest.raises(errors.InvalidField, match="top_k"):
         llm.generate([[1]], SamplingParams(top_k=2**31))
-    with pytest.raises(errors.InvalidField, match="sampling: got 1 values for 2 prompts"):
+    with pytest.raises(ValueError, match="sampling_params: got 1 values for 2 prompts"):
         llm.generate([[1], [2]], [GREEDY])
     for n in (0, "2", 5000):
         with pytest.raises(errors.InvalidField, match="^n: "):
-            llm.generate([[1]], GREEDY, n=n)
+            llm.generate([[1]], replace(GREEDY, n=n))
 
 
 def test_another_thread_can_pause_resume_and_update(llm, tmp_path):
@@ -120,8 +123,8 @@ def test_another_thread_can_pause_resume_and_update(llm, tmp_path):
     llm.resume()
     thread.join(20)
     [output] = results[0]
-    assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
-    assert [span.version for span in output.choices[0].spans] == ["five"]
+    assert output.outputs[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
+    assert [span.version for span in output.outputs[0].spans] == ["five"]
 
 
 def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_path):
@@ -156,7 +159,7 @@ def test_labels_sleep_reset_and_checksums_work_offline(llm, tmp_path):
     llm.pause("keep")
     assert llm.reset("eight")["version"] == "eight" and not llm.is_paused()["is_paused"]
     [output] = llm.generate([[3, 4]], GREEDY)
-    assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
+    assert output.outputs[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
 
 
 def test_a_choice_with_logits_that_are_not_finite_does_not_affect_other_prompts(llm):
@@ -164,18 +167,18 @@ def test_a_choice_with_logits_that_are_not_finite_does_not_affect_other_prompts(
     llm._runner.poison = {path[4]} - set(expected_tokens([3, 4], 12, vocab=264)) - {3, 4, 5, 6}
     assert llm._runner.poison, "the prompts share all their tokens: choose another one"
     bad, good = llm.generate([[5, 6], [3, 4]], GREEDY)
-    choice = bad.choices[0]
+    choice = bad.outputs[0]
     assert (choice.finish_reason, choice.stop_reason) == ("error", errors.NonFiniteLogits.code)
     assert choice.token_ids == path[:5] and "not finite" in choice.message
-    assert good.choices[0].token_ids == expected_tokens([3, 4], 12, vocab=264)
+    assert good.outputs[0].token_ids == expected_tokens([3, 4], 12, vocab=264)
 
 
 def test_a_field_has_one_value_for_all_prompts_or_one_per_prompt(llm):
     prompts = [[1, 2], [3, 4]]
     sampled = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     single = llm.generate(prompts, sampled, first_choice=7, cache_salt="ab")
-    lists = llm.generate(prompts, sampled, first_choice=[7, 8], priority=[1, 0])
-    assert [o.choices[0].token_ids for o in single] == [o.choices[0].token_ids for o in lists]
+    lists = llm.generate(prompts, sampled, first_choice=[7, 7], priority=[1, 0])
+    assert [o.outputs[0].token_ids for o in single] == [o.outputs[0].token_ids for o in lists]
     for bad in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
         with pytest.raises(errors.InvalidField) as info:
             llm.generate(prompts, sampled, **bad)
@@ -191,7 +194,7 @@ def test_close_ends_a_waiting_generate_and_later_calls_raise(model_dir):
         pass
     llm.close()
     thread.join(20)
-    assert [o.choices[0].finish_reason for o in results[0]] == ["abort"]
+    assert [o.outputs[0].finish_reason for o in results[0]] == ["abort"]
     llm.close()
     with pytest.raises(errors.EngineDead):
         llm.is_paused()

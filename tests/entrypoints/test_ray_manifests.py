@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fastdeploy.entrypoints.cli import make_parser
+from fastdeploy.entrypoints.cli.main import make_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CRD = os.environ.get("KUBERAY_CRD", "")

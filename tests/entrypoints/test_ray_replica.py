@@ -119,7 +119,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch, capsys):
 
 def test_a_fleet_on_ray_needs_the_secret_of_the_fleet(monkeypatch, capsys):
     monkeypatch.delenv("FASTDEPLOY_FLEET_KEY", raising=False)
-    monkeypatch.setattr("fastdeploy.entrypoints.cli.import_ray", lambda: None)
+    monkeypatch.setattr("fastdeploy.entrypoints.cli.fleet.import_ray", lambda: None)
     assert "argument --fleet-key-file: expected the secret of the fleet for --ray" in refusal_of(capsys, "--ray")
 
 

@@ -11,13 +11,14 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import STATUS
 from fastdeploy.http.app import create_app
 from fastdeploy.http.dialects import areal
+from fastdeploy.http.dialects.fastdeploy import routes as fastdeploy
 from fastdeploy.http.dialects.sglang import routes as sglang
 from fastdeploy.http.openapi import schema_of, type_name
 
 # POST routes that read no field.
 WITHOUT_FIELDS = {
     "/resume", "/areal_pause_generation", "/areal_continue_generation", "/continue_generation", "/flush_cache",
-    "/post_process_weights", "/v1/replicas/add", "/v1/sessions/{session}", "/v1/sessions/{session}/abort",
+    "/post_process_weights", "/ping", "/v1/replicas/add", "/v1/sessions/{session}", "/v1/sessions/{session}/abort",
 }  # fmt: skip
 # Routes whose body may be tensors, and a field that is then in the query.
 UPLOADS = {
@@ -66,7 +67,8 @@ def test_every_operation_has_the_error_answers():
 
 def test_every_route_that_reads_a_body_describes_it():
     bare = {path for method, path, op in OPERATIONS if method != "get" and "requestBody" not in op}
-    assert bare == WITHOUT_FIELDS | sglang.ABSENT.keys() | areal.ABSENT.keys()
+    absent = sglang.ABSENT.keys() | areal.ABSENT.keys() | fastdeploy.ABSENT.keys() | fastdeploy.NOT_HERE.keys()
+    assert bare == WITHOUT_FIELDS | absent
 
 
 @pytest.mark.parametrize(("method", "path", "schema"), STRICT, ids=name)

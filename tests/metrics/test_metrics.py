@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from fastdeploy.metrics.metrics import _SECONDS, Durations, EngineMetrics
+from fastdeploy.metrics.figures import SECONDS, Distribution
+from fastdeploy.metrics.metrics import EngineMetrics
 
 
 def test_a_histogram_filled_per_step_equals_the_librarys_histogram():
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    durations = Durations("seconds", "Some", ours)
-    reference = Histogram("seconds", "Some", buckets=tuple(_SECONDS), registry=theirs)
+    durations = Distribution("seconds", "Some", ours)
+    reference = Histogram("seconds", "Some", buckets=SECONDS, registry=theirs)
     for step in ([], [0.0, 0.005, 0.25], [0.251, 1e-9, 1000.0], [300.0]):  # bounds belong to the bucket below them
         durations.observe(step)
         for value in step:
@@ -21,7 +22,7 @@ def test_a_histogram_filled_per_step_equals_the_librarys_histogram():
 
 def test_a_negative_duration_counts_as_zero():
     registry = CollectorRegistry()
-    Durations("seconds", "Some", registry).observe([-5.0])
+    Distribution("seconds", "Some", registry).observe([-5.0])
     assert registry.get_sample_value("seconds_sum") == 0.0
     assert registry.get_sample_value("seconds_bucket", {"le": "0.005"}) == 1.0
 

@@ -148,7 +148,7 @@ Q_NORM, K_NORM = _normal(DIM, seed=7), _normal(DIM, seed=8)
 def _attend(ops: ReferenceOps, chunks: list[int], neighbour: int = 0) -> np.ndarray:
     """Compute the sequence in these chunks, each beside ``neighbour`` rows of another sequence. Returns its rows."""
     spec = AttentionSpec(
-        0, HEADS, KV_HEADS, DIM, DIM**-0.5, *map(paddle.to_tensor, (COS, SIN, Q_NORM, K_NORM)), norm_eps=1e-6
+        0, HEADS, KV_HEADS, DIM, 0, DIM**-0.5, *map(paddle.to_tensor, (COS, SIN, Q_NORM, K_NORM)), norm_eps=1e-6
     )
     cache = ops.new_kv_cache(1, 128, BLOCK, KV_HEADS, DIM)
     tables = np.random.default_rng(9).permutation(128)[: 2 * 40].reshape(2, 40).astype(np.int32)

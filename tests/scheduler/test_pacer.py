@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy.core import roofline
 from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.scheduler.pacer import FIRST_GUESS, LEAST, LONGEST_STEP_S, PROBE_STEPS, StepPacer
 from support.fake_runner import FakeRunner, expected_tokens
@@ -222,3 +223,18 @@ def test_the_engine_paces_a_prompt_that_comes_while_a_request_runs(came_later):
         assert len(steps) <= 4
     assert h.stream("stream").tokens == expected_tokens([1] * 10, 200)
     assert h.stream("prompt").tokens == expected_tokens(list(range(600)), 2)
+
+
+def test_the_least_time_is_summed_over_the_steps_that_decode_alone():
+    pacer = StepPacer(2048)
+    pacer.observe(decodes(2, start=100), 0.5)
+    assert pacer.decode_steps.seconds == 0, "the machine was not measured"
+    pacer.decode_steps.roofline = roofline.StepRoofline(roofline.Machine(1e9, 1e11), 500_000, 1_000_000, 1000)
+    pacer.observe(decodes(2, start=100), 0.5)
+    pacer.observe([*decodes(2), chunk(0, 50)], 0.5)
+    pacer.observe([chunk(7, 1, sample=False)], 0.5)
+    assert pacer.decode_steps.seconds == 0.5
+    assert pacer.decode_steps.least_s == pytest.approx((1_000_000 + 2 * 101 * 1000) / 1e9)
+    before = pacer.decode_steps.least_s
+    pacer.observe(decodes(2000, start=0), 0.5)
+    assert pacer.decode_steps.least_s - before == pytest.approx(2 * 500_000 * 2000 / 1e11), "bound by arithmetic"

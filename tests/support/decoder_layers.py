@@ -43,7 +43,7 @@ class Layer:
         self.rope = [paddle.to_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
 
     def on(self, ops) -> DecoderLayer:
-        spec = AttentionSpec(0, self.heads, self.kv_heads, self.dim, self.dim**-0.5, *self.rope, None, None, 1e-6)
+        spec = AttentionSpec(0, self.heads, self.kv_heads, self.dim, 0, self.dim**-0.5, *self.rope, None, None, 1e-6)
         linears = {name: ops.pack_linear(*parts) for name, parts in self.linears.items()}
         attention = AttentionBlock(self.norms[0], 1e-6, linears["qkv"], spec, linears["o"])
         return DecoderLayer((attention, MlpBlock(self.norms[1], 1e-6, linears["gate_up"], linears["down"])))

@@ -398,6 +398,9 @@ class FakeRunner:
     def check_adapter(self, config: bytes) -> None:
         """Take any config."""
 
+    def measure_roofline(self) -> None:
+        return None
+
     def begin_adapter(self) -> FakeAdapterStaging:
         return FakeAdapterStaging(self)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import httpx
-import msgspec
 import pytest
 import uvloop
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.entrypoints.process_tree import bind
+from fastdeploy.entrypoints.process_tree import bind, ports_of, with_ports
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
@@ -43,12 +41,11 @@ class Server:
     It is bound to loopback, whatever ``config.host`` says."""
 
     def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
-        self._listeners: list[socket.socket] = [bind("127.0.0.1", 0)]
-        if config.control_port is not None:
-            self._listeners.append(bind("127.0.0.1", 0))
-            config = msgspec.structs.replace(config, control_port=self._listeners[1].getsockname()[1])
+        self._listeners = [bind("127.0.0.1", 0) for _ in ports_of(config)]
+        config = with_ports(config, self._listeners)
         urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
-        self.url, self.control_url = urls[0], urls[-1]
+        self.urls = dict(zip(ports_of(config), urls, strict=True))
+        self.url, self.control_url = urls[0], self.urls.get("control_port", urls[0])
         self._keys = keys
         self._config = config
         self._tokenizer = tokenizer
@@ -122,11 +119,13 @@ class Stack:
 
 @contextlib.contextmanager
 def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
-    path, made = ipc_dir.create(), []
+    path, made, own = ipc_dir.create(), [], tokenizer
 
-    def make(with_tokenizer: bool = True, keys: Keys = NO_KEYS, **settings) -> Stack:
+    def make(
+        with_tokenizer: bool = True, keys: Keys = NO_KEYS, tokenizer: Tokenizer | None = None, **settings
+    ) -> Stack:
         config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
-        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config, keys))
+        made.append(Stack(ipc_dir.endpoint(path), (tokenizer or own) if with_tokenizer else None, config, keys))
         return made[-1]
 
     yield make

@@ -43,6 +43,9 @@ class TimedRunner:
         self.machine, self.plans = machine, list[StepPlan]()
         self.info = ModelInfo("timed", "float32", 1000, max_model_len, (0,), 300, 16)
 
+    def measure_roofline(self) -> None:
+        return None
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         return StepResult(plan.step_id, [None for _ in plan.chunks], self.machine.step_s(plan.chunks))

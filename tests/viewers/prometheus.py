@@ -31,7 +31,7 @@ def scrape_config(address: str) -> str:
     lines = (DEPLOY / "prometheus.yml").read_text().replace("127.0.0.1:8180", address).splitlines()
     jobs = next(i for i, line in enumerate(lines) if line.startswith("#  - job_name"))
     lines[jobs:] = [line.removeprefix("#") for line in lines[jobs:]]
-    text = "\n".join(lines) + "\n"
+    text = "\n".join(lines).replace("[alerts.yml]", f"[{DEPLOY / 'alerts.yml'}]") + "\n"
     for wide in ("scrape_interval: 5s", "refresh_interval: 10s"):
         assert wide in text, wide
         text = text.replace(wide, f"{wide.partition(':')[0]}: {SCRAPE_S * 1000:.0f}ms")

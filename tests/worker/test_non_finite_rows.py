@@ -10,9 +10,10 @@ import numpy as np
 import paddle
 import pytest
 
+import fastdeploy
+from fastdeploy import LLM
 from fastdeploy.core.plan import NonFinite, StepPlan
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.entrypoints.llm import LLM
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.sampler import Sampler
 from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
@@ -69,13 +70,13 @@ def test_blocks_of_a_spoiled_sequence_can_be_reused(make_runner, poisoned):
 
 
 def test_a_prefix_before_the_spoiled_token_can_be_shared(poisoned):
-    ids, params = prompt(50, POISON), SamplingParams(seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
+    ids, params = prompt(50, POISON), fastdeploy.SamplingParams(seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
     settings = {"num_gpu_blocks_override": 64, "max_model_len": 128}
     with LLM(str(poisoned), **settings) as llm:
-        undisturbed = llm.generate([ids], params)[0].choices[0]
+        undisturbed = llm.generate([ids], params)[0].outputs[0]
     with LLM(str(poisoned), **settings) as llm:
-        bad = llm.generate([[*ids[:40], POISON, 7, 8]], params)[0].choices[0]
-        after = llm.generate([ids], params)[0].choices[0]
+        bad = llm.generate([[*ids[:40], POISON, 7, 8]], params)[0].outputs[0]
+        after = llm.generate([ids], params)[0].outputs[0]
         hits = llm._engine.kv.hit_tokens
     assert bad.finish_reason == "error" and hits >= 32
     assert (after.token_ids, after.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.entrypoints.llm import LLM
+from fastdeploy import LLM, SamplingParams
 from support.checkpoints import prompt
 
 LENGTH = 40
@@ -36,50 +36,52 @@ def params(tokens: int, **more: object) -> SamplingParams:
 
 def test_a_request_resubmitted_at_any_point_continues_with_the_same_tokens(llm):
     ids = prompt(21, 211)
-    whole = llm.generate([ids], params(LENGTH))[0].choices[0]
+    whole = llm.generate([ids], params(LENGTH))[0].outputs[0]
     assert len(set(whole.token_ids)) > 10, "too few different tokens for a comparison"
     prompts = [ids + whole.token_ids[:k] for k in range(LENGTH)]
     each = [params(LENGTH - k) for k in range(LENGTH)]
     replies = llm.generate(prompts, each, resumed_tokens=range(LENGTH), first_choice=[0] * LENGTH)
     for k, reply in enumerate(replies):
-        rest = reply.choices[0]
+        rest = reply.outputs[0]
         assert whole.token_ids[:k] + rest.token_ids == whole.token_ids, f"resubmitted after {k} tokens"
         assert whole.logprobs[:k] + rest.logprobs == whole.logprobs, f"resubmitted after {k} tokens"
 
 
 def test_without_resumed_tokens_the_penalties_would_draw_others(llm):
     ids = prompt(21, 211)
-    whole = llm.generate([ids], params(LENGTH))[0].choices[0]
-    rest = llm.generate([ids + whole.token_ids[:20]], params(LENGTH - 20))[0].choices[0]
+    whole = llm.generate([ids], params(LENGTH))[0].outputs[0]
+    rest = llm.generate([ids + whole.token_ids[:20]], params(LENGTH - 20))[0].outputs[0]
     assert rest.logprobs != whole.logprobs[20:]
 
 
 def test_one_choice_of_a_group_can_be_resubmitted_alone(llm):
     ids = prompt(9, 211)
-    group = llm.generate([ids], params(LENGTH), n=4)[0].choices
+    group = llm.generate([ids], params(LENGTH, n=4))[0].outputs
     assert len({tuple(choice.token_ids) for choice in group}) == 4
     for k in (0, 13):
         again = llm.generate([ids + group[2].token_ids[:k]], params(LENGTH - k), resumed_tokens=k, first_choice=2)[
             0
-        ].choices[0]
+        ].outputs[0]
         assert again.token_ids == group[2].token_ids[k:] and again.logprobs == group[2].logprobs[k:]
 
 
 def texts(replies: list) -> list[tuple[int, ...]]:
-    return [tuple(choice.token_ids) for reply in replies for choice in reply.choices]
+    return [tuple(choice.token_ids) for reply in replies for choice in reply.outputs]
 
 
-def test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone(llm):
-    ids = prompt(9, 211)
-    drawn = texts(llm.generate([ids] * 3, params(LENGTH), n=2))
+def test_a_seed_draws_the_same_beside_any_prompts_and_other_choices_draw_apart(llm):
+    ids, other = prompt(9, 211), prompt(12, 211)
+    drawn = texts(llm.generate([ids], params(LENGTH, n=6)))
     assert len(set(drawn)) == 6
-    assert texts(llm.generate([ids] * 3, params(LENGTH), n=2)) == drawn, "a seed reproduces all of them"
-    assert texts(llm.generate([ids] * 2, params(LENGTH), n=2, first_choice=2)) == drawn[2:]
+    assert texts(llm.generate([other, ids], params(LENGTH, n=2)))[2:] == drawn[:2], "the place in a batch counts"
+    assert texts(llm.generate([ids] * 2, params(LENGTH))) == [drawn[0]] * 2
+    assert texts(llm.generate([ids] * 2, params(LENGTH, n=2), first_choice=2)) == drawn[2:4] * 2
     assert texts(llm.generate([ids] * 2, params(LENGTH), first_choice=[5, 0])) == [drawn[5], drawn[0]]
 
 
 def test_without_a_seed_every_call_draws_anew(llm):
     ids, unseeded = prompt(9, 211), SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-    replies = [llm.generate([ids], unseeded, n=2) for _ in range(3)]
+    pair = replace(unseeded, n=2)
+    replies = [llm.generate([ids], pair) for _ in range(3)]
     replies += [llm.generate([ids] * 2, [unseeded, unseeded])]
     assert len({ids for reply in replies for ids in texts(reply)}) == 8

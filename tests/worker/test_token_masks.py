@@ -1,5 +1,5 @@
-"""Sequences with a grammar, allowed_token_ids or bad_words draw only what these allow, with the same bits whatever the
-drafts are and however often the sequence loses its state."""
+"""Sequences with a grammar, allowed_token_ids, bad_words or a limit of reasoning draw only what these allow, with the
+same bits whatever the drafts are and however often the sequence loses its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ SETTINGS = [
     {"grammar": grammars.regex(REGEX), "allowed_token_ids": (*b"ab-12;", END_ID), "logit_bias": ((98, 3.0),)},
     {"bad_words": (tuple(b"ab"), tuple(b"ba"), tuple(b"b1")), "allowed_token_ids": tuple(b"ab1")},
     {"logprobs": 1},
+    {"reasoning_max_tokens": 5, "reasoning_ids": tuple(b"=;"), "reasoning_end": tuple(b"ok;"), "ignore_eos": True},
+    {"reasoning_max_tokens": 4, "reasoning_ids": tuple(b"a;"), "reasoning_end": tuple(b";"),
+     "temperature": 9.0, "allowed_token_ids": tuple(b"abc;"), "bad_words": (tuple(b"bb"),)},
 ]  # fmt: skip
+OPEN_FROM_THE_PROMPT, OPEN_IN_THE_OUTPUT = 7, 8
 
 
 def requests() -> list[Sequence]:
@@ -86,7 +90,7 @@ def test_a_sequence_that_lost_everything_goes_on_where_it_was(make_driver, alone
 
 
 def test_the_output_of_an_earlier_attempt_continues_the_grammar(make_driver, alone):
-    for one in alone[:4]:
+    for one in [*alone[:4], *alone[OPEN_FROM_THE_PROMPT:]]:
         for known in (1, 9, 17):
             ids = [*one.ids[: one.prompt_len], *one.output[:known]]
             again = Sequence(one.name, ids, one.sampling, one.choice, ends=one.ends, prompt_len=one.prompt_len)
@@ -113,6 +117,22 @@ def test_masks_bad_words_and_biases_are_kept(alone):
     assert not re.search("ab|ba|b1", text(alone[5])) and set(text(alone[5])) <= set("ab1")
 
 
+def test_reasoning_ends_behind_its_budget_with_the_tokens_that_end_it(alone):
+    output = alone[OPEN_FROM_THE_PROMPT].output
+    first = output.index(ord(";"))
+    assert output[first - 2 : first + 1] == [*b"ok;"] and first == 7
+
+
+def test_reasoning_that_the_output_opens_counts_over_all_its_parts(alone):
+    output = alone[OPEN_IN_THE_OUTPUT].output
+    is_open, used = False, 0
+    for token in output:
+        assert not is_open or used < 4 or token == ord(";")
+        used += is_open and token != ord(";")
+        is_open = token != ord(";") if is_open else token == ord("a")
+    assert used == 4 and output.count(ord(";")) > 1
+
+
 def test_an_ignored_end_is_followed_by_ends_alone(alone):
     output = alone[3].output
     assert END_ID in output and set(output[output.index(END_ID) :]) == {END_ID}
@@ -132,6 +152,10 @@ def test_min_tokens_does_not_end_a_grammar_that_may_go_on(make_driver):
         ({"grammar": grammars.regex("a{1000000000}")}, "too many expressions"),  # a limit of llguidance
         ({"grammar": grammars.regex("ab"), "allowed_token_ids": (97,)}, "leave no token"),
         ({"grammar": grammars.regex(r"a[^\s\S]")}, ""),
+        (
+            {"allowed_token_ids": (98,), "reasoning_max_tokens": 0, "reasoning_ids": (97, 99), "reasoning_end": (99,)},
+            "leave no token",
+        ),
         ({"grammar": grammars.lark("start: nothing")}, ""),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.runner import checksum, next_token
-from benchmarks.lib.workload import Clients
+from fastdeploy.bench.workload import Clients
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader, RequestsRejected
 from fastdeploy.core.outputs import Span

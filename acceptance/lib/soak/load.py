@@ -16,8 +16,8 @@ import numpy as np
 
 from acceptance.lib.ledger import Ledger, Witness
 from acceptance.lib.soak import plan
-from benchmarks.lib.client import FAILURES, Client, Reply
-from benchmarks.lib.workload import Clients
+from fastdeploy.bench.client import FAILURES, Client, Reply
+from fastdeploy.bench.workload import Clients
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.rollout import Rollout

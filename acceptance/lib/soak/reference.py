@@ -37,7 +37,7 @@ def main() -> None:
                 llm.update_weights(str(folder))
                 served = policy.step
             greedy = SamplingParams(max_tokens=question["tokens"], ignore_eos=True, temperature=0.0)
-            answer = llm.generate([question["prompt"]], greedy)[0].choices[0]
+            answer = llm.generate([question["prompt"]], greedy)[0].outputs[0]
             print(json.dumps(list(answer.token_ids)), flush=True)
 
 

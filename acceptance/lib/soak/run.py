@@ -265,12 +265,12 @@ class Soak:
             "a weight session": weights["session"] is not None,
             "a sleep": bool(weights["asleep"]),
             "an adapter": metrics["adapters_known"] != 0,
-            "KV blocks in use": metrics["available_gpu_block_num"] != metrics["total_gpu_block_num"],
-            "another number of KV blocks": self._kv_blocks not in (None, metrics["total_gpu_block_num"]),
+            "KV blocks in use": metrics["available_gpu_block_num"] != metrics["max_gpu_block_num"],
+            "another number of KV blocks": self._kv_blocks not in (None, metrics["max_gpu_block_num"]),
             "an internal error": metrics["internal_errors_total"] != 0,
             "a dropped result": metrics["retained_results_dropped"] != 0,
         }
-        self._kv_blocks = metrics["total_gpu_block_num"]
+        self._kv_blocks = metrics["max_gpu_block_num"]
         if found := [what for what, is_wrong in wrong.items() if is_wrong]:
             raise Broken(f"left in the idle server: {', '.join(found)}; {weights}; holds {standing}; {metrics}")
 
@@ -295,7 +295,7 @@ class Soak:
         self.samples.add(self.cycle, "folders", 0, {"folder_files": count, "folder_mb": nbytes})
         count, nbytes = files_under(segments(self._trainer_pids))
         self.samples.add(self.cycle, "shared memory", 0, {"shm_files": count, "shm_mb": nbytes})
-        used = metrics["total_gpu_block_num"] - metrics["available_gpu_block_num"]
+        used = metrics["max_gpu_block_num"] - metrics["available_gpu_block_num"]
         self.samples.add(self.cycle, "idle engine", 0, {"kv_blocks": used})
 
     async def _compare(self, done: list[Witness]) -> None:

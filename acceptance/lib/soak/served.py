@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.client import Client
 from benchmarks.lib.processes import ServerProcess, command_words, send_all
+from fastdeploy.bench.client import Client
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = {

@@ -162,6 +162,9 @@ class SleepingRunner:
 
     def check_adapter(self, config: bytes) -> None: ...
 
+    def measure_roofline(self) -> None:
+        return None
+
     def begin_adapter(self) -> AdapterStaging:
         raise WeightUpdateRefused("engines without a model have no adapters")
 

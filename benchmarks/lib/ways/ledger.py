@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.lib.timeline import uncovered
 from benchmarks.lib.ways.record import Record
+from fastdeploy.bench.timeline import uncovered
 
 DISCARDED = "discarded: "
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.lib.client import Client, ServerError
 from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.ways.engine_main import STALE_KV, TIMES_FILE
 from benchmarks.lib.ways.record import RUN, TOKEN_TIMES, Completed, Engine, Way, completed
 from examples.async_grpo.serving import CPU_THREADS
+from fastdeploy.bench.client import Client, ServerError
 
 TRAINER, CONTROL_TRAINER = "examples.async_grpo", "benchmarks.lib.ways.control_trainer"
 READY_S, STOP_S = 120.0, 30.0

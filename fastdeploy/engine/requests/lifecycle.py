@@ -95,7 +95,7 @@ class RequestLifecycle:
         self._kv = scheduler.kv
         self._delivery = delivery
         self._retention = retention
-        self._metrics = metrics
+        self.metrics = metrics
         self._clock = clock
         self._deadlines = Deadlines()
         self.requests = RequestTable()
@@ -110,7 +110,7 @@ class RequestLifecycle:
         self._deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self._scheduler.add(request)
-        self._metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
+        self.metrics.observe_accepted(group.requests)
 
     def attach(self, client: str, record: Record) -> None:
         """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
@@ -132,8 +132,8 @@ class RequestLifecycle:
         ended, self._scheduler.ended = self._scheduler.ended, []
         if not tokens and not ended:
             return
-        self._metrics.observe_tokens(tokens)
-        self._metrics.observe_ended(ended, time.time())
+        self.metrics.observe_tokens(tokens)
+        self.metrics.observe_ended(ended, time.time())
         for request in ended:
             self._count_ended(request)
             self._scheduler.retire(request)

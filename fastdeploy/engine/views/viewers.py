@@ -1,5 +1,4 @@
-"""What others see of the engine: a gateway that builds its fleet anew, pages in a browser (GET /ui/events), and scrapes
-of the gauges (GET /metrics).
+"""What others see of the engine: a gateway that builds its fleet anew, and pages in a browser (GET /ui/events).
 
 The ring of events receives events only while somebody asks for them: the first call attaches it to the log, and it is
 detached when no call has come for IDLE_S seconds. Without viewers the engine pays nothing.
@@ -8,18 +7,15 @@ detached when no call has come for IDLE_S seconds. Without viewers the engine pa
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from fastdeploy.core.config import QUANTIZATIONS
 from fastdeploy.core.events import Event, EventLog
 from fastdeploy.core.request import Request, RequestState
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.parts import EngineParts
-from fastdeploy.engine.pauses.scopes import ScopeRegistry
-from fastdeploy.engine.sleep import TAGS
 from fastdeploy.inter_communicator.messages import EventsArgs, PauseStatusArgs
 from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import Scheduler
@@ -28,7 +24,6 @@ MAX_EVENTS = 2048  # events that are kept for the next call
 IDLE_S = 5.0
 MAX_REQUESTS = 256  # requests of one reply
 MAX_ADAPTERS = 64  # adapters of one reply
-MAX_SERIES = 64  # names come and go by the thousand, but a time series stays in the database
 
 
 def fleet_state(parts: EngineParts) -> dict[str, Any]:
@@ -171,71 +166,3 @@ class Viewers:
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
         return self._due
-
-
-def add_gauges(parts: EngineParts, short_lives: int) -> None:
-    """Add all gauges. short_lives: see EngineConfig."""
-    _add_request_gauges(parts)
-    _add_adapter_gauges(parts)
-    _add_control_gauges(parts, short_lives)
-
-
-def _add_request_gauges(parts: EngineParts) -> None:
-    add, scheduler, kv, retention = parts.metrics.add_gauge, parts.scheduler, parts.scheduler.kv, parts.retention
-    add("num_requests_running", "Sequences in the batch", lambda: len(scheduler.running) + len(scheduler.frozen))
-    add("num_requests_waiting", "Sequences that wait to enter the batch", lambda: len(scheduler.waiting))
-    add("available_gpu_block_num", "KV blocks that no request holds", lambda: kv.num_free)
-    add("total_gpu_block_num", "KV blocks in all", lambda: scheduler.info.num_blocks)
-    add("prefix_cache_hit_tokens", "Tokens served from the prefix cache since start", lambda: kv.hit_tokens)
-    add("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", lambda: kv.queried_tokens)
-    add("num_preemptions", "Preemptions of sequences since start", lambda: scheduler.num_preemptions)
-    speculation, count = scheduler.speculation, parts.metrics.add_counter
-    count("spec_decode_num_draft_tokens", "Drafts that were verified", lambda: speculation.num_drafted)
-    count("spec_decode_num_accepted_tokens", "Drafts that became tokens", lambda: speculation.num_accepted)
-    add("recomputed_tokens", "Tokens computed again after their KV was lost", lambda: scheduler.num_recomputed)
-    add("num_requests_frozen", "Sequences whose adapter is paused while they run", lambda: len(scheduler.frozen))
-    add("retained_bytes", "Memory of results kept for retain_s, about", lambda: retention.nbytes)
-    add("retained_results_dropped", "Results dropped before their retain_s was over", lambda: retention.num_dropped)
-
-
-def _add_adapter_gauges(parts: EngineParts) -> None:
-    add, adapters, memory = parts.metrics.add_gauge, parts.adapters, parts.scheduler.adapters
-    add("adapters_known", "Adapters that requests can name", lambda: adapters.num_known)
-    add("adapters_in_memory", "Adapters that are packed in memory", lambda: len(memory))
-    add("adapter_bytes", "Memory of packed adapters, with those that are being read", lambda: memory.nbytes)
-    add("adapter_evictions", "Adapters that left the memory for others, since start", lambda: memory.num_evictions)
-    add("adapter_reads", "Reads of adapters that had left the memory, since start", lambda: memory.num_reads)
-    text = "Loads of adapters that were refused or failed, since start"
-    add("adapter_loads_failed", text, lambda: adapters.num_failed)
-    text = f"Sequences of an adapter, for the {MAX_SERIES} adapters with most of them"
-    parts.metrics.add_series("adapter_requests", text, "lora_name", lambda: _most_requested(parts.scopes))
-
-
-def _most_requested(scopes: ScopeRegistry) -> dict[str, int]:
-    """Return the number of choices by the name of their adapter, for the MAX_SERIES names with most choices."""
-    numbers: Counter[str] = Counter()
-    for model in scopes.adapters:
-        if model.requests:
-            numbers[model.served.adapter_name] += len(model.requests)
-    return dict(numbers.most_common(MAX_SERIES))
-
-
-def _add_control_gauges(parts: EngineParts, short_lives: int) -> None:
-    add, runner, pause, weights = parts.metrics.add_gauge, parts.runner, parts.scopes.whole_pause, parts.weights
-    add("rejecting_new_requests", "1 while a pause hold stands", lambda: pause.rejecting_new_requests)
-    add("is_paused", "1 while quiesced", lambda: pause.is_paused)
-    base, text = parts.scopes.base, "Number of the weights that serve; every commit raises it"
-    add("weight_epoch", text, lambda: base.served.weight_epoch)
-    add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
-    add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
-    add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
-    started = time.time()
-    add("start_time_seconds", "Start of this engine, in seconds since 1970", lambda: started)
-    text = "Ends of the engine in a row, without a minute of service between them"
-    add("engine_short_lives", text, lambda: short_lives)
-    text = "Memory of the standby copy, packed weights that do not serve"
-    add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
-    text, used = "1 for the quantization of the weights that serve", base.served.quantization
-    parts.metrics.add_flags("quantization", text, "quantization", QUANTIZATIONS, lambda name: name == used)
-    text = "1 while memory of this tag is released"
-    parts.metrics.add_flags("asleep", text, "tag", TAGS, lambda tag: tag in runner.asleep)

@@ -15,10 +15,11 @@ from fastapi import APIRouter
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import PlainTextResponse, Response
 
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import EngineError, InvalidField, ModelNotFound, NotLeader
 from fastdeploy.core.process import VERSION
 from fastdeploy.core.served_weights import adapter_scope
-from fastdeploy.http.calls import Routes, envelope, read
+from fastdeploy.http.calls import Routes, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.control.protocol import AbortBody, PauseBody, RenewBody, ResumeBody, ScopedBody
@@ -45,7 +46,7 @@ register_url_convertor("text", TextConvertor())
 
 def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, routes = context.client, Routes(router, read, envelope)
+    client, routes = context.client, Routes(router, read, envelope, envelope_error)
 
     routes.call("/v1/pause", PauseBody, client, _scoped(m.PauseArgs))
     routes.call("/v1/resume", ResumeBody, client, _scoped(m.ResumeArgs))
@@ -84,9 +85,7 @@ def health_router(context: ServingContext) -> APIRouter:
     async def health() -> Response:
         """Answer 200 while the engine process lives, paused or not. Answer 503 with a reason while the engine loads, or
         is being replaced because it died or was stuck."""
-        if client.welcome is not None and client.connected.is_set():
-            return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return _no_engine(client.missing_because)
+        return health_of(client)
 
     @router.get("/liveness")
     @RouteAccess.OPEN
@@ -96,7 +95,7 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return _no_engine(error.message)
+            return _no_engine(client, error.message)
         return json_response({"status": "ok"})
 
     @router.get("/ready")
@@ -107,9 +106,9 @@ def health_router(context: ServingContext) -> APIRouter:
         try:
             status = await client.call(m.PauseStatusArgs())
         except (EngineError, NotLeader) as error:
-            return _no_engine(error.message)
+            return _no_engine(client, error.message)
         if reason := client.closed_because:
-            return _no_engine(reason)
+            return _no_engine(client, reason)
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})
@@ -123,7 +122,8 @@ def health_router(context: ServingContext) -> APIRouter:
     @RouteAccess.OPEN
     async def metrics() -> Response:
         result = await client.call(m.MetricsArgs())
-        return Response(result["text"], media_type="text/plain; version=0.0.4")
+        text = context.answer_counts.render() + result["text"]
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @router.get("/sessions/{session}/v1/models")
     @router.get("/v1/models")
@@ -155,5 +155,15 @@ def health_router(context: ServingContext) -> APIRouter:
     return router
 
 
-def _no_engine(reason: str) -> Response:
-    return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
+def health_of(client: ServingClient) -> Response:
+    """Return the answer of /health."""
+    if client.welcome is not None and client.connected.is_set():
+        return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
+    return _no_engine(client, client.missing_because)
+
+
+def _no_engine(client: ServingClient, reason: str) -> Response:
+    if (loading := client.loading) is None:
+        return json_response({"status": "no engine", "reason": reason}, 503, {"Retry-After": "2"})
+    what = {"stage": loading.stage, "share": loading.share}
+    return json_response({"status": "loading", "reason": reason, "loading": what}, 503, {"Retry-After": "2"})

@@ -23,7 +23,7 @@ from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.client import FleetClient
-from fastdeploy.http.calls import Routes, envelope, read
+from fastdeploy.http.calls import Routes, catching, envelope, envelope_error, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
@@ -51,12 +51,16 @@ PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they 
 
 def weights_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, routes = context.client, Routes(router, read, envelope)
+    client, routes = context.client, Routes(router, read, envelope, envelope_error)
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
+    @catching(envelope_error)
     async def update_weights(request: Request) -> Response:
-        """Change the weights. A call with a version and no tensors changes only the label."""
+        """Change the weights. A call with a version and no tensors changes only the label; with --fastdeploy-form, it
+        loads the folder of the model."""
         body = await read(request, UpdateWeightsBody)
+        if context.config.fastdeploy_form and body.names_no_source and not is_upload(request):
+            body.model_path = context.config.model
         if body.names_no_source and not is_upload(request):
             return envelope(await client.call(_relabel(body)))
         fields = body.rest()
@@ -76,6 +80,7 @@ def weights_router(context: ServingContext) -> APIRouter:
         return await client.call(m.BeginUpdateArgs(**body.options()))
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(PartBody, upload=PartBody))
+    @catching(envelope_error)
     async def chunk(request: Request) -> Response:
         body = await read(request, PartBody)
         async with _source(request, context, body, m.CheckUpdateArgs(body.session_id, form=body.form)) as source:

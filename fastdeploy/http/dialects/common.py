@@ -18,6 +18,7 @@ from fastdeploy.core.weight_source import Source
 from fastdeploy.http.calls import ErrorAnswer, catching
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
+from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
@@ -90,12 +91,18 @@ def success(message: str, **fields: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **fields}
 
 
-def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_field: str | None = None) -> None:
+def add_absent_routes(
+    router: APIRouter,
+    reasons: Mapping[str, str],
+    reason_field: str | None = None,
+    access: RouteAccess = RouteAccess.CONTROL,
+) -> None:
     """Add POST routes that answer 400. reasons: path -> why this server has no such route. reason_field: name of a
     further field of the reply, with the reason alone."""
 
     def add(path: str, why: str) -> None:
         @router.post(path)
+        @access
         @catching(sglang_error(**({reason_field: why} if reason_field else {})))
         async def refuse(request: Request) -> Response:
             raise InvalidField(path.removeprefix("/"), why)

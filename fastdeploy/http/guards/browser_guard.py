@@ -6,7 +6,8 @@ every route:
 1. Host. A server bound to loopback answers loopback names and --allowed-hosts only. A page whose domain resolves to
    127.0.0.1 (DNS rebinding) sends the name of its domain. A server bound to another address does not know its names: it
    answers any Host, unless --allowed-hosts is given. A request without Host (HTTP/1.0) is answered, since every browser
-   sends a Host.
+   sends a Host. 0.0.0.0, which many programs say for loopback, is answered, but not to a browser: browsers leave
+   Sec-Fetch-Site out there, so rule 2 could not tell whose page a GET is of.
 2. Origin. A request of a page of another origin is refused, with any method and type. The Origin header of such a
    request is neither this server's host and port nor one of --allowed-origins. Browsers send Origin with every POST to
    another origin. A plain GET (an image, a link) has no Origin, but has cross-site or same-site in Sec-Fetch-Site.
@@ -31,6 +32,8 @@ from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
 
 BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)]|([^:\[\]]*))(?::[0-9]*)?")  # an address in brackets, or a name; and a port
+ANY_ADDRESS = ("0.0.0.0", "::")
+BROWSER = "mozilla/"  # the beginning of the User-Agent of every browser, which pages cannot change in a plain GET
 OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the user, or sent by a page of this server
 
 
@@ -60,7 +63,8 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: PagePol
     for name, value in headers:
         given.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1").strip())
     hosts = given.get("host", [])
-    if not all(_is_allowed_host(host, policy.hosts) for host in hosts):
+    from_browser = any(agent.lower().startswith(BROWSER) for agent in given.get("user-agent", []))
+    if not all(_is_allowed_host(host, policy.hosts, from_browser) for host in hosts):
         return Forbidden("the Host header names no host of this server (--allowed-hosts adds names)")
     own = hosts[0] if hosts else ""
     if _is_foreign(given.get("origin", []), given.get("sec-fetch-site", []), own, policy.origins):
@@ -71,8 +75,10 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: PagePol
     return None
 
 
-def _is_allowed_host(host: str, allowed: frozenset[str] | None) -> bool:
+def _is_allowed_host(host: str, allowed: frozenset[str] | None, from_browser: bool) -> bool:
     name = host_name(host)
+    if name in ANY_ADDRESS:
+        return not from_browser
     return allowed is None or not name or is_loopback(name) or name in allowed
 
 

@@ -10,6 +10,9 @@ CONTROL, and so is any path without a route. The rules, in this order:
 4. DATA routes need an API key or a control key, if the server has API keys. WATCH routes need one of them if the
    server has keys of either kind.
 5. CONTROL routes need a control key, or an API key if the server has API keys only.
+
+With --metrics-port, METRICS routes are answered on that port only, as FastDeploy has it, and that port answers nothing
+else but HEALTH routes. So a firewall can open it to the machine that scrapes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, Route
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
+METRICS = frozenset({"/metrics", "/config-info"})
+HEALTH = frozenset({"/health", "/liveness", "/ready", "/version"})
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -74,11 +79,13 @@ class AccessPolicy:
     exposed: bool
     insecure_control: bool
     control_port: int | None
+    metrics_port: int | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, keys: Keys, routes: RouteTable) -> AccessPolicy:
-        """Return the policy of a server with these settings. config.control_port must be the real port, not 0."""
-        return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port)
+        """Return the policy of a server with these settings. The ports of ``config`` must be the real ones, not 0."""
+        metrics_port = None if config.metrics_port == config.port else config.metrics_port
+        return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port, metrics_port)
 
     def check(self, scope: Scope) -> FastDeployError | None:
         """Return the :meth:`refusal` of the request of ``scope``."""
@@ -89,6 +96,8 @@ class AccessPolicy:
     def refusal(self, path: str, port: int | None, key: bytes | None, is_upload: bool) -> FastDeployError | None:
         """Return the error for a request that breaks a rule of this module, or None. port: local port of the
         connection. key: the key in the Authorization header."""
+        if not self._is_on_its_port(path, port):
+            return RouteNotFound("there is no such route on this port: see --metrics-port")
         known = self.routes.access_of(path)
         access = known or RouteAccess.CONTROL
         if access is RouteAccess.OPEN:
@@ -98,6 +107,13 @@ class AccessPolicy:
         if isinstance(error, Forbidden) and known is None:
             return RouteNotFound("there is no such route")
         return error
+
+    def _is_on_its_port(self, path: str, port: int | None) -> bool:
+        if self.metrics_port is None:
+            return True
+        if port == self.metrics_port:
+            return path in METRICS or path in HEALTH
+        return path not in METRICS
 
     def _control_refusal(self, port: int | None, is_upload: bool) -> Forbidden | None:
         if self.control_port not in (None, port):

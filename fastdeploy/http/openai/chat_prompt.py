@@ -42,6 +42,9 @@ async def prepare(context: ServingContext, body: ChatBody, known: KnownTurn | No
         ids = context.check_prompt(body.input_ids, "input_ids", "a list of token ids")
     else:
         ids = await _rendered(context, tokenizer, body, messages, known)
+    if body.completion_token_ids:
+        begun = context.check_prompt(body.completion_token_ids, "completion_token_ids", "a list of token ids")
+        ids = context.check_prompt([*ids, *begun], "completion_token_ids")
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)

@@ -35,7 +35,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "image_data", "input_embeds", "json_schema", "kv_transfer_params", "logits_processors", "lora_id", "lora_name",
         "media_io_kwargs", "mm_processor_kwargs", "multi_modal_data", "prediction", "prompt_embeds",
         "regex", "repetition_detection", "rid", "sampling_seed", "session_params", "stop_regex",
-        "structural_tag", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
+        "structural_tag", "suffix", "truncate_prompt_tokens",
         "video_data", "vllm_xargs", "watermark",
     ), EMPTY),
     "web_search_options": (None,),  # {} asks for a search
@@ -164,7 +164,8 @@ class ChatBody(GenerationBody):
 
     input_ids: the prompt; the messages are checked, and not rendered. required_prefix_token_ids: the prompt begins with
     them, and they end with the last turn of the assistant; HUD's agents name them prompt_token_ids, and count the
-    messages before the new ones in continuation_from. lora_path: the name of an adapter. return_meta_info: choices
+    messages before the new ones in continuation_from. completion_token_ids: the beginning of the answer, with which the
+    prompt ends. lora_path: the name of an adapter. return_meta_info: choices
     have SGLang's meta_info; not for streams."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
@@ -184,6 +185,7 @@ class ChatBody(GenerationBody):
     input_ids: Annotated[Any, described(list[int])] = None
     required_prefix_token_ids: Annotated[Any, described(list[int])] = None
     prompt_token_ids: Annotated[Any, described(list[int])] = None
+    completion_token_ids: Annotated[Any, described(list[int])] = None
     continuation_from: Int64 | None = None
     lora_path: str | None = None
     return_meta_info: bool | None = None

@@ -1,5 +1,5 @@
 """Fields that restrict the tokens of an answer: OpenAI's ``response_format`` and ``logit_bias``, vLLM's
-``structured_outputs`` with its older ``guided_*``, and ``bad_words``."""
+``structured_outputs`` with its older ``guided_*``, ``bad_words``, and the limits of reasoning."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pydantic import Field
 
 from fastdeploy.client import grammars
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.body import Body
+from fastdeploy.core.sampling_params import SamplingParams, check_vocabulary
+from fastdeploy.http.body import Body, Int64, given_fields
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.reasoning_limit import PROCESSORS, Budget, LogitsProcessorsArgs, reasoning_limit
 
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 16384  # in all
@@ -52,11 +54,15 @@ class StructuredOutputs(Body):
 
 
 class ConstrainedBody(Body):
-    """The fields of a body that restrict its answer. logit_bias: by token id. response_format: OpenAI's text,
-    json_object or json_schema. At most one of response_format, structured_outputs and guided_* is given."""
+    """The fields of a body that restrict its answer. logit_bias: by token id. bad_words_token_ids: ids that are not
+    drawn. response_format: OpenAI's text, json_object or json_schema. At most one of response_format,
+    structured_outputs and guided_* is given. thinking_token_budget: as reasoning_max_tokens."""
 
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    bad_words_token_ids: list[Int64] | None = None
+    logits_processors_args: LogitsProcessorsArgs | None = None
+    thinking_token_budget: Budget | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
@@ -82,11 +88,21 @@ async def constraints(
             grammar = await checked(context, field, functools.partial(whole, grammar))
     if grammar:
         given["grammar"] = grammar
+    processors = body.logits_processors_args
+    if processors is not None and processors.logit_bias is not None:
+        if body.logit_bias is not None:
+            raise InvalidField(f"{PROCESSORS}.logit_bias", "expected no other logit_bias beside it")
+        given["logit_bias"] = biases(processors.logit_bias, f"{PROCESSORS}.logit_bias")
     if body.logit_bias is not None:
         given["logit_bias"] = biases(body.logit_bias, "logit_bias")
-    if body.bad_words is not None:
-        given["bad_words"] = await _bad_words(context, body.bad_words)
-    return given
+    if body.bad_words is not None or body.bad_words_token_ids is not None:
+        check_vocabulary(body.bad_words_token_ids or (), context.vocab_size, "bad_words_token_ids")
+        ids = dict.fromkeys((token,) for token in body.bad_words_token_ids or ())
+        given["bad_words"] = (*await _bad_words(context, body.bad_words or []), *ids)
+        if len(given["bad_words"]) > 2 * MAX_BAD_WORDS:
+            raise InvalidField("bad_words_token_ids", f"expected at most {2 * MAX_BAD_WORDS} bad words and ids in all")
+    limit = given_fields(body, SamplingParams).get("reasoning_max_tokens")
+    return given | await reasoning_limit(context, limit, body.thinking_token_budget, processors)
 
 
 async def checked(context: ServingContext, field: str, build: Callable[[], str]) -> str:

@@ -21,14 +21,16 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_DIGITS = 100  # of an integer
 
 
-def _found(table: str) -> dict[str, Any]:
-    """Return the entries of the dict ``table`` of all modules of this package that have one."""
-    modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    return {name: one for module in modules for name, one in getattr(module, table, {}).items()}
+_MODULES = tuple(importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
 
 
-ARCHITECTURES: dict[str, Architecture[Any]] = _found("ARCHITECTURES")
-REFUSED: dict[str, str] = _found("REFUSED")  # relatives of these, and why they are not supported
+def _collected(table: str) -> dict[str, Any]:
+    """Return the entries of all tables of this name in the modules of this package."""
+    return {name: one for module in _MODULES for name, one in getattr(module, table, {}).items()}
+
+
+ARCHITECTURES: dict[str, Architecture[Any]] = _collected("ARCHITECTURES")
+REFUSED: dict[str, str] = _collected("REFUSED")  # architectures near one of these, and why they are not supported
 
 
 def load_config(path: str | Path) -> ModelConfig:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -67,15 +67,18 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
-    with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
-    None; norm_eps is the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead,
-    as in GPT-J; else 0."""
+    """The attention of one layer. window: how many tokens a token attends to, itself and those before it; 0: all. The
+    cache holds the keys of all tokens, but those more than some 64 tokens outside the window are not read.
+
+    rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated with dimension i + head_dim / 2,
+    as in GPT-NeoX. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead, as in GPT-J; else 0.
+    q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or None; norm_eps is the epsilon of these two."""
 
     layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int
     scale: float
     rope_cos: paddle.Tensor
     rope_sin: paddle.Tensor
@@ -88,16 +91,18 @@ class AttentionSpec(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
     """The attention of one layer: residual += o(attention(qkv(rms_norm(residual)))). qkv packs q, k and v. norm:
-    float32 [hidden_size]."""
+    float32 [hidden_size]. With post_norm, float32 [hidden_size], what is added is rms_norm(o(...)) by this weight."""
 
     norm: paddle.Tensor
     norm_eps: float
     qkv: PackedLinear
     attention: AttentionSpec
     o: PackedLinear
+    post_norm: paddle.Tensor | None = None
 
     def __post_init__(self) -> None:
         [hidden], spec = self.norm.shape, self.attention
+        assert self.post_norm is None or self.post_norm.shape == [hidden]
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         assert (self.qkv.in_features, self.qkv.out_features) == (hidden, heads + 2 * kv_heads)
         assert (self.o.in_features, self.o.out_features) == (heads, hidden)
@@ -108,17 +113,28 @@ class AttentionBlock:
         return self.qkv, self.o
 
 
+class Activation(IntEnum):
+    """The function of the gate of an MLP. GELU_TANH: the GELU by its approximation with tanh. kernels.h has the same
+    order."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 @dataclass(frozen=True, eq=False)
 class MlpBlock:
-    """The MLP of one layer: residual += down(silu(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs gate and
-    up. norm: float32 [hidden_size]."""
+    """The MLP of one layer: residual += down(activation(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs
+    gate and up. norm, post_norm: see ``AttentionBlock``."""
 
     norm: paddle.Tensor
     norm_eps: float
     gate_up: PackedLinear
     down: PackedLinear
+    activation: Activation = Activation.SILU
+    post_norm: paddle.Tensor | None = None
 
     def __post_init__(self) -> None:
+        assert self.post_norm is None or self.post_norm.shape == self.norm.shape
         assert [self.gate_up.in_features] == [self.down.out_features] == self.norm.shape
         assert self.gate_up.out_features == 2 * self.down.in_features
 

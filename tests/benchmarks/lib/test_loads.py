@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.client import Client, Reply
 from benchmarks.lib.loads import Figures, Groups, Load, Long, RepeatedGroups, Streams, loads_of
 from benchmarks.lib.roofline import Machine, Shape
-from benchmarks.lib.timeline import StreamLog, TokenEvent
+from fastdeploy.bench.client import Client, Reply
+from fastdeploy.bench.timeline import StreamLog, TokenEvent
 from support.fake_pause_server import FakeServer
 
 SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)

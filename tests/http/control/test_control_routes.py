@@ -92,6 +92,14 @@ def test_harmless_fields_and_neutral_values_are_accepted(module_stack):
     assert module_stack.post("/v1/chat/completions", **CHAT, response_format={"type": "text"}).status_code == 200
 
 
+def test_a_native_call_that_fails_has_fastdeploys_envelope_beside_the_error(module_stack):
+    for reply in (module_stack.post("/v1/pause", mode="gently"), module_stack.post("/v1/update_weights")):
+        assert reply.status_code == 400
+        envelope, error = reply.json(), reply.json()["error"]
+        assert (envelope["status"], envelope["result"]) == ("error", None)
+        assert envelope["error_message"] == error["message"] and envelope["request_id"].startswith("control-")
+
+
 def test_bodies_other_than_json_objects_and_unknown_paths_get_json_errors(module_stack):
     assert_error(module_stack.http.post("/v1/completions", content=b"{"), 400, "invalid_field", "body")
     assert_error(module_stack.http.post("/v1/completions", content=b"[1]"), 400, "invalid_field", "body")
@@ -330,7 +338,7 @@ def test_models_metrics_and_version(module_stack):
     model = module_stack.http.get("/v1/models").json()["data"][0]
     assert (model["id"], model["max_model_len"]) == ("tiny", 128)
     metrics = module_stack.http.get("/metrics/")
-    assert metrics.text.startswith("fastdeploy:") and metrics.headers["content-type"].startswith("text/plain")
+    assert "\nfastdeploy:" in metrics.text and metrics.headers["content-type"].startswith("text/plain")
     assert module_stack.http.get("/version").json()["version"]
 
 

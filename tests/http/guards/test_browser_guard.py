@@ -33,6 +33,15 @@ def test_loopback_names_are_answered_on_loopback(host):
     assert code(host=host) is None
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0:8180", "[::]:8180"])
+def test_the_address_of_all_interfaces_is_answered_to_programs_and_to_no_browser(host):
+    """Browsers send no Sec-Fetch-Site there, so an image of any page could call /clear_load_weight."""
+    for bound in ("127.0.0.1", "0.0.0.0"):
+        assert code("GET", host=host, bound=bound, user_agent="curl/8.5.0") is None
+        assert code("GET", host=host, bound=bound, user_agent="Mozilla/5.0 (X11; Linux x86_64)") == "forbidden"
+    assert code("GET", host=OWN, user_agent="Mozilla/5.0 (X11; Linux x86_64)") is None
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8180", "localhost.evil.example", "10.0.0.5", "[::2]:1"])
 def test_other_names_are_refused_on_loopback_only_and_can_be_allowed(host):
     assert code(host=host) == "forbidden"

@@ -26,13 +26,14 @@ OPEN_ROUTE, DATA_ROUTE, CONTROL_ROUTE = "/health", "/v1/completions", "/v1/pause
 
 # The class of every route, so that none gets another one by accident.
 OPEN_PATHS = (
-    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css",
-    "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
+    "/docs", "/health", "/health_generate", "/liveness", "/metrics", "/openapi.json", "/ping", "/ready", "/ui",
+    "/ui/page.css", "/ui/page.js", "/ui/server.js", "/ui/timeline.js", "/version",
 )  # fmt: skip
 WATCH_PATHS = ("/ui/events",)
 DATA_PATHS = (
-    "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
+    "/config-info", "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
+    "/load", "/v1/embeddings", "/v1/reward",
     "/model_info", "/server_info", "/sessions/{session}/v1/chat/completions", "/sessions/{session}/v1/completions",
     "/sessions/{session}/v1/messages", "/sessions/{session}/v1/messages/count_tokens", "/sessions/{session}/v1/models",
     "/sessions/{session}/v1/models/{model_id:text}", "/skyrl/v1/generate", "/tokenize", "/v1/adapters",
@@ -42,6 +43,8 @@ DATA_PATHS = (
     "/v1/sessions/{session}", "/v1/sessions/{session}/abort", "/weight_info",
 )  # fmt: skip
 CONTROL_PATHS = (
+    "/check_redundant", "/clear_load_weight", "/controller/reset_scheduler", "/controller/scheduler",
+    "/get_per_expert_tokens_stats", "/rearrange_experts", "/update_model_weight",
     "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
     "/areal_pause_generation", "/areal_set_update_weight_meta", "/areal_set_update_weight_meta_lora",
     "/areal_update_weights", "/areal_update_weights_lora", "/areal_update_weights_lora_xccl",
@@ -159,6 +162,26 @@ def test_only_the_control_port_answers_control_routes_and_it_answers_all_routes(
         assert code(DATA_ROUTE, DATA, BOTH, port=port, control_port=9000) is None
         assert code(OPEN_ROUTE, port=port, control_port=9000) is None
     assert code(CONTROL_ROUTE, DATA, BOTH, port=9000, control_port=9000) == "forbidden"
+
+
+def test_with_a_metrics_port_metrics_are_answered_there_only_and_nothing_else_but_health():
+    for port, expected in ((8180, "not_found"), (9000, "not_found"), (9001, None)):
+        assert code("/metrics", port=port, metrics_port=9001, control_port=9000) == expected
+    for path in (DATA_ROUTE, CONTROL_ROUTE, "/ui", "/docs"):
+        assert code(path, CONTROL, BOTH, port=9001, metrics_port=9001, control_port=9000) == "not_found"
+        assert code(path, CONTROL, BOTH, port=9000, metrics_port=9001, control_port=9000) is None
+    for path in ("/health", "/ready", "/liveness", "/version"):
+        assert code(path, port=9001, metrics_port=9001) is None
+        assert code(path, port=8180, metrics_port=9001) is None
+    assert code("/metrics", port=8180, metrics_port=8180) is None, "the same port: there is no second one"
+
+
+def test_a_server_with_a_metrics_port_answers_metrics_on_it(make_stack):
+    server = make_stack(metrics_port=0).server
+    assert server.http.get("/metrics").status_code == 404
+    with httpx.Client(base_url=server.urls["metrics_port"], timeout=30) as metrics:
+        assert "http_requests_total" in metrics.get("/metrics").text
+        assert metrics.post("/v1/completions", json={"prompt": [97]}).status_code == 404
 
 
 @pytest.mark.parametrize(

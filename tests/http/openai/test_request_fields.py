@@ -118,7 +118,13 @@ def test_numbers_of_numpy_are_numbers():
 
 @pytest.mark.parametrize("name", sorted(SAMPLING.keys() - {"logprobs", "grammar", "logit_bias", "bad_words"}))
 def test_http_bodies_take_every_sampling_parameter_and_describe_it(name):
-    ids = {"stop_token_ids": [5], "logprob_token_ids": [5], "allowed_token_ids": [5]}
+    ids = {
+        "stop_token_ids": [5],
+        "logprob_token_ids": [5],
+        "allowed_token_ids": [5],
+        "reasoning_ids": [5],
+        "reasoning_end": [5],
+    }
     sent = (ids | {"logprobs_mode": "temperature", "ignore_eos": True}).get(name, 1)
     body = parse_body({"prompt": "a", name: sent}, CompletionBody, UNSUPPORTED)
     taken = given_fields(body, SamplingParams)[name]

@@ -141,3 +141,12 @@ def test_biases_and_bad_words_reach_the_engine_as_ids(stack):
     sampling = stack.engine.expect(AddRequest).sampling
     assert sampling.logit_bias == ((5, -2.5),) and sampling.allowed_token_ids == (1, 2)
     assert set(sampling.bad_words) == {(97, 98), (32, 97, 98)}
+
+
+def test_ids_that_may_not_be_drawn_and_the_arguments_of_logits_processors_reach_the_engine(stack):
+    stack.script(reply_with([97]))
+    args = {"logit_bias": {"5": 1.5}}
+    body = {"prompt": "a", "bad_words_token_ids": [7, 8, 7], "bad_words": ["a"], "logits_processors_args": args}
+    assert stack.post("/v1/completions", **body).status_code == 200
+    sampling = stack.engine.expect(AddRequest).sampling
+    assert sampling.logit_bias == ((5, 1.5),) and {(7,), (8,), (97,)} < set(sampling.bad_words)

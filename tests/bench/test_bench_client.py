@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.lib.client import Client, ServerError, Stream, WireError
+from fastdeploy.bench.client import Client, ServerError, Stream, WireError
 
 TEXT = "zwölf µs"
 

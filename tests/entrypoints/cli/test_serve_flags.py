@@ -14,7 +14,9 @@ from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli import configs, launcher_spec, main, make_parser
+from fastdeploy.entrypoints.cli.flags import configs
+from fastdeploy.entrypoints.cli.fleet import launcher_spec
+from fastdeploy.entrypoints.cli.main import main, make_parser
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 
@@ -163,8 +165,9 @@ def serve(*args: str) -> subprocess.CompletedProcess:
 def only_line(done: subprocess.CompletedProcess) -> str:
     """Return the only line on the terminal, after checking that the exit status is REFUSED."""
     assert (done.returncode, done.stdout) == (2, "")
-    # Without the C++ ops a warning is printed too.
-    [line] = [line for line in done.stderr.splitlines() if "Paddle reference ops" not in line]
+    # The log tells how far the start is, and without the C++ ops there is a warning.
+    others = ("Paddle reference ops", " fastdeploy.entrypoints.loading_progress: ")
+    [line] = [line for line in done.stderr.splitlines() if not any(other in line for other in others)]
     return line
 
 

@@ -81,7 +81,7 @@ class StreamLog:
         return sum(len(event.token_ids) for event in self.tokens if start < event.at < end)
 
     def add_event(self, at: float, payload: bytes) -> None:
-        """Add one event of an OpenAI completions stream, which arrived at ``at``."""
+        """Add one event of a stream of OpenAI's completions or chats, which arrived at ``at``."""
         if payload == b"[DONE]":
             self.done_markers += 1
             return
@@ -92,7 +92,9 @@ class StreamLog:
             return
         self.used = (chunk.get("usage") or {}).get("completion_tokens", self.used)
         for choice in chunk.get("choices", ()):
-            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
+            delta = choice.get("delta") or {}
+            ids = choice.get("token_ids") or []
+            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
             if text and not ids and "token_ids" in choice:
                 self.loose_text += text
             elif ids or text:

@@ -1,8 +1,9 @@
-"""Seeded greedy requests with random token ids and ignore_eos, and a closed loop that sends them."""
+"""Seeded greedy requests with random token ids and ignore_eos, and the loops that send them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -46,6 +47,33 @@ async def closed_loop(
         return [await send(index) for index in indices]
 
     return [result for results in await asyncio.gather(*(client() for _ in range(clients))) for result in results]
+
+
+async def open_loop(
+    send: Callable[[int], Awaitable[Result]],
+    count: int,
+    rate: float,
+    at_once: int | None = None,
+    burstiness: float = 1.0,
+    seed: int = 0,
+) -> list[Result]:
+    """Call ``send(0)`` to ``send(count - 1)`` at random times, ``rate`` in a second; infinite = all now. A slow answer
+    does not delay later calls, unless ``at_once`` of them run. burstiness: 1 = Poisson arrivals, less = in bursts,
+    more = evenly. Return the results in the order of starting."""
+    rng, loop, at = random.Random(seed), asyncio.get_running_loop(), 0.0
+    gate = asyncio.Semaphore(count if at_once is None else at_once)
+
+    async def one(index: int) -> Result:
+        async with gate:
+            return await send(index)
+
+    start, tasks = loop.time(), []
+    for index in range(count):
+        if math.isfinite(rate):
+            await asyncio.sleep(start + at - loop.time())
+            at += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+        tasks.append(asyncio.create_task(one(index)))
+    return list(await asyncio.gather(*tasks))
 
 
 class Clients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from benchmarks.lib.timeline import StreamLog
+from fastdeploy.bench.timeline import StreamLog
 
 MAX_CONNECTING = 128  # connections that are opened at the same time
 
@@ -189,14 +189,16 @@ class Stream:
 
 
 class Client:
-    """Client of one server. Each request has a connection of its own, so any API server may get it."""
+    """Client of one server. Each request has a connection of its own, so any API server may get it. headers: of every
+    request, such as a key."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"url: expected http://host[:port], got {url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._gate = asyncio.Semaphore(MAX_CONNECTING)
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
@@ -260,7 +262,8 @@ class Client:
         payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+            f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+            f"{self._headers}\r\n"
         )
         async with self._gate:
             loop = asyncio.get_running_loop()

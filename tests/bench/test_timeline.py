@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.loads import summarize
-from benchmarks.lib.timeline import StreamLog, TokenEvent, median_step
+from fastdeploy.bench.stats import summarize
+from fastdeploy.bench.timeline import StreamLog, TokenEvent, median_step
 
 
 def log_at(*times: float, ids: int = 1) -> StreamLog:

@@ -1,0 +1,148 @@
+"""The flags of an engine and its API servers, which ``serve``, ``fleet`` and ``check`` share, and their configs."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from fastdeploy.core.config import EngineConfig, Flag, ServeConfig, flags_of, is_loopback
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.entrypoints.cli.fastdeploy_flags import VALUES
+from fastdeploy.entrypoints.cli.settings import PREFIX, SettingsParser, fastdeploy_value, misspelt_variables
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
+
+# Variables of the environment that are ours and no settings.
+OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
+NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, *(PREFIX + name for name in OTHERS))
+USAGE = "%(prog)s [MODEL] [--FLAG VALUE ...]"
+EMBEDDED_NAME = "fastdeploy-embedded"
+MAX_KEY_BYTES = 4096
+logger = logging.getLogger(__name__)
+
+
+def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
+    """Add the flags of the configs, and those that are more than one setting. ``take_settings`` of the parser comes
+    after all flags."""
+    parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="folder of Hugging Face or Paddle; without it the embedded model is served")
+    add("--served-model-name", metavar="NAME", help="the model's name in requests and replies (the folder's name)")
+    text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
+    add("--model-root", action="append", metavar="PATH", help=text)
+    text = f"opens data routes: a file of keys, one on each line, or one key; repeatable (or {API_KEY}, the keys)"
+    add("--api-key", action="append", metavar="FILE", help=text)
+    text = f"file of keys, one on each line, that open every route (or {CONTROL_KEY}, the keys)"
+    add("--control-key", metavar="FILE", help=text)
+    text = f"file of the secret that gateway and engines of other hosts share (or {FLEET_KEY}, the secret itself)"
+    add("--fleet-key-file", metavar="FILE", help=text)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field, flag in [*flags_of(ServeConfig), *flags_of(EngineConfig)]:
+        if flag.heading not in groups:
+            groups[flag.heading] = parser.add_argument_group(flag.heading)
+        if field.name not in but:
+            _add_flag(groups[flag.heading], field, flag)
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: msgspec.structs.FieldInfo, flag: Flag) -> None:
+    """Add the flag of one setting. Its text ends with the default, unless this is nothing."""
+    name, default, kind = "--" + field.name.replace("_", "-"), field.default, field.type.__origin__
+    if kind is bool:
+        action = argparse.BooleanOptionalAction if default else "store_true"
+        group.add_argument(name, action=action, default=default, help=flag.text)
+        return
+    shown = f" ({default:g})" if kind is float else f" ({default})" if default not in (None, "", ()) else ""
+    reader = _comma_list if isinstance(default, tuple) else (get_args(kind) or (kind,))[0]
+    if field.name in VALUES:
+        reader = functools.partial(fastdeploy_value, field.name)
+    group.add_argument(name, type=reader, default=default, choices=flag.choices or None, help=flag.text + shown)
+
+
+def _comma_list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
+    """Return the checked configs of an engine and its API servers. Raises InvalidField, which names a setting."""
+    from fastdeploy.embedded import MODEL_DIR
+
+    if args.folder and args.model:
+        raise InvalidField("model", "expected the model once: as MODEL or as --model")
+    given_model = args.folder or args.model
+    model = os.path.abspath(given_model or MODEL_DIR)
+    if not os.path.isfile(os.path.join(model, "config.json")):
+        hint = "" if os.path.isdir(model) else "; nothing is downloaded"
+        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}{hint}")
+    name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
+    any_path = ["/"] if is_loopback(args.host) else []
+    roots = any_path if args.model_root is None else args.model_root
+    if args.pull_root:
+        args.pull_root = os.path.abspath(args.pull_root)
+        roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
+    if args.trace:
+        args.trace = os.path.abspath(args.trace)
+    if args.session_dir:
+        args.session_dir = os.path.abspath(args.session_dir)
+    if args.adapter_root:
+        args.adapter_root = os.path.abspath(args.adapter_root)
+    args.chat_template = read_template(args.chat_template)
+    model_roots = tuple(os.path.abspath(root) for root in roots)
+    given = vars(args) | {"model": model, "served_model_name": name, "model_roots": model_roots}
+
+    def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return {field: given[field] for field in kind.__struct_fields__ if field in given}
+
+    return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
+
+
+def read_template(given: str) -> str:
+    """Return the chat template of ``--chat-template``: the content of a file, or the text itself."""
+    if not given or "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "no UTF-8"
+        raise InvalidField("chat_template", f"expected Jinja or a file of it, got {given!r}: {why}") from None
+
+
+def put_fleet_key(path: str | None, environment: MutableMapping[str, str]) -> None:
+    """Put the secret in the file ``path`` into ``environment``, where the processes that need it look. Raises
+    InvalidField, which does not show the content."""
+    if path is None:
+        return
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise InvalidField("fleet_key_file", f"expected the path of a file that holds the secret: {why}") from None
+    if not secret:
+        raise InvalidField("fleet_key_file", "expected a secret in the file, found nothing")
+    environment[FLEET_KEY] = secret
+
+
+def warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
+    """Warn if other machines can reach this server and no control key is set."""
+    if not is_exposed(config, keys):
+        return
+    if config.insecure_control:
+        logger.warning("--insecure-control: anyone who reaches %s can pause the engine and change weights", config.host)
+    else:
+        logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
+
+
+def log_without_effect(args: argparse.Namespace, variables: Sequence[str]) -> None:
+    """Log one line of the flags and variables of FastDeploy that were given and have no effect, and one for each
+    variable whose name is nearly that of a setting."""
+    if names := [*dict.fromkeys(args.without_effect), *variables]:
+        logger.info("taken without effect (docs/fastdeploy.md says why): %s", ", ".join(names))
+    for name, near in misspelt_variables(os.environ, list(args.sources), NO_SETTINGS):
+        logger.warning("%s is no setting; did you mean %s?", name, near)

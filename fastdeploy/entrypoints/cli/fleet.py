@@ -1,0 +1,147 @@
+"""``fastdeploy fleet``: many engines behind one address."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.process import host_id, setup_logging
+from fastdeploy.entrypoints.cli.command import Commands, Context
+from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
+from fastdeploy.entrypoints.cli.flags import (
+    USAGE,
+    add_serve_flags,
+    configs,
+    log_without_effect,
+    put_fleet_key,
+    warn_if_exposed,
+)
+from fastdeploy.entrypoints.cli.settings import SettingsParser
+from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
+from fastdeploy.entrypoints.ray_replica import ReplicaSpec
+from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
+from fastdeploy.http.guards.keys import read_keys
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
+
+DEFAULT_REPLICAS = 2
+
+
+def add_parser(commands: Commands) -> SettingsParser:
+    """Add this command."""
+    text = "serve a model with many engines behind one address"
+    parser = commands.add_parser("fleet", help=text, allow_abbrev=False, usage=USAGE)
+    add_serve_flags(parser, but=("fleet_endpoint",))
+    _add_fleet_flags(parser.add_argument_group("fleet").add_argument)
+    parser.take_settings()
+    return parser
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Serve until a signal comes. Return the exit status. Raises InvalidField, which names a setting."""
+    ignored = take_variables(os.environ)
+    engine, serve = configs(args)
+    keys = read_keys(args.api_key, args.control_key, os.environ)
+    put_fleet_key(args.fleet_key_file, os.environ)
+    fleet_key = pop_fleet_key(os.environ)
+    on_ray = args.ray is not None
+    spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
+    number = 0 if spec else args.replicas or DEFAULT_REPLICAS
+    config = fleet_config(args, engine.model_roots)
+    parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module)
+    setup_logging("fleet")
+    warn_if_exposed(serve, keys)
+    log_without_effect(args, ignored)
+    return parent.run()
+
+
+def _add_fleet_flags(add: Callable[..., Any]) -> None:
+    """Add the flags that ``fastdeploy serve`` does not have, with argparse's add_argument."""
+    defaults = FleetConfig(fleet_id="")
+    text = f"engines to start on this host, which share its cores and its free memory ({DEFAULT_REPLICAS})"
+    add("--replicas", type=int, metavar="N", help=text)
+    text = "an engine that runs elsewhere: address and URL of 'fastdeploy serve --fleet-endpoint'; repeatable"
+    add("--replica", action="append", metavar="tcp://HOST:PORT=URL", help=text)
+    ray = RayConfig(name="default", replicas=DEFAULT_REPLICAS)
+    text = "run the replicas on a Ray cluster: HOST:PORT of its head (the cluster of this host); needs a fleet key"
+    add("--ray", nargs="?", const=ray.address, metavar="ADDRESS", help=text)
+    text = "name of the fleet on Ray; the next gateway of this name finds its replicas (%(default)s)"
+    add("--name", default=ray.name, help=text)
+    add("--replica-cpus", type=float, default=ray.replica_cpus, help="cores of each replica on Ray (%(default)g)")
+    add("--keep-replicas", action="store_true", help="let the replicas on Ray run on when this command is stopped")
+    text = "a replica that has not answered for so long is cut off and started again (%(default)g)"
+    add("--fence-after-s", type=float, default=defaults.fence_after_s, help=text)
+    text = "a request whose replica was lost waits so long for another one (%(default)g)"
+    add("--failover-s", type=float, default=defaults.failover_s, help=text)
+
+
+def fleet_config(args: argparse.Namespace, model_roots: tuple[str, ...]) -> FleetConfig:
+    """Return the checked settings of the gateways of one fleet. model_roots: of its engines. Raises InvalidField."""
+    given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
+    # On Ray, replicas may outlive the gateway and its parent; the next ones must be of the same fleet.
+    fleet_id = uuid.uuid4().hex if args.ray is None else _ray_config(args).namespace
+    config = FleetConfig(fleet_id=fleet_id, model_roots=model_roots, **given).check()
+    if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
+        raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
+    return config
+
+
+def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSpec | None:
+    """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
+    if not args.replica:
+        return None
+    if args.replicas is not None:
+        raise InvalidField("replica", "expected --replicas N for engines of this host, or --replica for others")
+    placements = [_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)]
+    for placement in placements:
+        require_fleet_key(placement.endpoint, fleet_key)
+    return StaticSpec(placements)
+
+
+def _ray_config(args: argparse.Namespace) -> RayConfig:
+    return RayConfig(
+        name=args.name,
+        replicas=DEFAULT_REPLICAS if args.replicas is None else args.replicas,
+        address=args.ray,
+        replica_cpus=args.replica_cpus,
+        keep_replicas=args.keep_replicas,
+        stop_s=args.shutdown_s / 4,
+    ).check()
+
+
+def ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+    """Return the replicas that Ray starts, for --ray. Raises InvalidField."""
+    if args.replica:
+        raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
+    ray = _ray_config(args)
+    import_ray()
+    if fleet_key is None:
+        text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
+        raise InvalidField("fleet_key_file", text)
+    # The replicas end within stop_s, and have no control port and no metrics port of their own.
+    own = msgspec.structs.replace(serve, control_port=None, metrics_port=None, shutdown_s=ray.stop_s, session_dir="")
+    return RaySpec(ray, ReplicaSpec(ReplicaConfig(engine, own), threads=max(int(ray.replica_cpus), 1)))
+
+
+def _placement(name: str, text: str) -> Placement:
+    endpoint, _, url = text.partition("=")
+    expected = f"expected tcp://HOST:PORT=http://HOST:PORT, got {text!r}"
+    try:
+        address, page = urlsplit(endpoint), urlsplit(url)
+        is_local = address.scheme == "ipc" and bool(address.path)
+        is_remote = address.scheme == "tcp" and bool(address.hostname and address.port)
+    except ValueError as error:  # such as a port that is no number
+        raise InvalidField("replica", expected) from error
+    if not (is_local or is_remote) or page.scheme not in ("http", "https") or not page.hostname:
+        raise InvalidField("replica", expected)
+    return Placement(name, endpoint, url.rstrip("/"), host_id() if is_local else str(address.hostname))

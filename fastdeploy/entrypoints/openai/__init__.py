@@ -1,0 +1,1 @@
+"""Modules by the names that PaddlePaddle/FastDeploy gives them."""
