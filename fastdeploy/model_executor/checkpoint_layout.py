@@ -60,7 +60,7 @@ def describe(reader: SafetensorsReader, model: Model, declared: str = AUTO) -> N
     shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
     shapes |= {alias: shapes[name] for alias, name in model.aliases.items()}
     if layout.name == HUGGINGFACE:
-        _refuse_transposed(reader.entries, shapes, layout)
+        _refuse_paddles(reader.entries, shapes, layout)
     else:
         reader.entries = dict(_described(reader.entries, shapes, model.config, layout))
     reader.check(shapes)
@@ -78,7 +78,7 @@ def find_layout(reader: SafetensorsReader, declared: str = AUTO) -> Layout:
     except InvalidField as error:
         raise WeightUpdateRefused(error.message, key=error.field) from error
     paddle = PADDLEFORMERS if "paddleformers_version" in raw else PADDLE
-    if reader.pickled:
+    if reader.has_pdparams:
         return Layout(paddle, "a .pdparams file")
     if raw.get("source") == "paddle":
         return Layout(paddle, f'"source": "paddle" in {CONFIG}')
@@ -114,7 +114,11 @@ def _described(
             if part.name in origins:
                 raise refuse_tensor(stored_name, f"of {entry.file} has the values of {origins[part.name]}, too")
             origins[part.name] = stored_name
-            yield part.name, _viewed(entry, part, name, shapes)
+            shape = shapes.get(part.name)
+            if shape is not None and not _is_kept(name, entry, shape, layout):
+                yield part.name, _viewed(entry, part, shape)
+            else:
+                yield part.name, entry
 
 
 def _parts(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout) -> Iterator[_Part]:
@@ -157,10 +161,15 @@ def _check_stored(
         raise _refuse_shape(stored_name, entry, wanted, layout)
 
 
-def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    shape = shapes.get(part.name)
-    if shape is None or name == EMBEDDING or (name == LM_HEAD and entry.shape == shape):
-        return entry
+def _is_kept(name: str, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> bool:
+    """Return whether a stored tensor has the orientation of Hugging Face."""
+    if name != LM_HEAD:
+        return name == EMBEDDING
+    return entry.shape == shape and (shape[0] != shape[1] or layout.name == PADDLEFORMERS)
+
+
+def _viewed(entry: TensorEntry, part: _Part, shape: tuple[int, ...]) -> TensorEntry:
+    """Return the entry of a tensor of this shape that is a part of a stored one."""
     rows, columns, stride = shape[0], 1 if len(shape) == 1 else shape[1], entry.shape[-1]
     if columns == 1 and rows == stride:
         return entry
@@ -171,7 +180,7 @@ def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tup
 
 
 def _with_bfloat16(name: str, entry: TensorEntry) -> TensorEntry:
-    """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16."""
+    """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16; any other as it is."""
     if entry.dtype != "U16":
         return entry
     if 2 * math.prod(entry.shape) != entry.nbytes:
@@ -179,11 +188,12 @@ def _with_bfloat16(name: str, entry: TensorEntry) -> TensorEntry:
     return entry._replace(dtype="BF16")
 
 
-def _refuse_transposed(
-    entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], layout: Layout
-) -> None:
-    """Refuse a tensor that has the wrong way round, with the reason why it is read in this layout."""
+def _refuse_paddles(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Refuse a fused or transposed tensor, with the reason why it is read in the layout of Hugging Face."""
     for name, entry in entries.items():
+        if name not in shapes and any(kind in name for kind in PARTS):
+            what = f"is fused, which no tensor is in the layout {layout.name!r}, which was chosen by {layout.reason}"
+            raise refuse_tensor(name, f"of {entry.file} {what}")
         if len(entry.shape) == 2 and entry.shape == shapes.get(name, ())[::-1] != shapes[name]:
             raise _refuse_shape(name, entry, str(list(shapes[name])), layout)
 

@@ -97,13 +97,13 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
 
 class SafetensorsReader:
     """The tensors of one or more safetensors files. The files stay open until the reader is closed, so a folder may be
-    deleted meanwhile. folder: the folder of the files, if the source is a folder. pickled: there are .pdparams files
-    that are pickles."""
+    deleted meanwhile. folder: the folder of the files, if the source is a folder. has_pdparams: there are .pdparams
+    files, each a pickle or, as newer versions of Paddle can write it, safetensors."""
 
     def __init__(self) -> None:
         self.entries: dict[str, TensorEntry] = {}
         self.folder: Folder | None = None
-        self.pickled = False
+        self.has_pdparams = False
         self._fds: list[int] = []
 
     def __enter__(self) -> SafetensorsReader:
@@ -173,13 +173,14 @@ class SafetensorsReader:
             raise refuse_file(file, f"is cut short: it has {size} bytes, expected {limit}")
         size = limit or size
         head = os.pread(fd, 9, 0)
-        pickled = self.folder is not None and file.endswith(PDPARAMS) and pdparams.is_pickle(head)
+        in_paddle = self.folder is not None and file.endswith(PDPARAMS)
+        self.has_pdparams |= in_paddle
+        pickled = in_paddle and pdparams.is_pickle(head)
         if pickled:
             entries = _read_pickle(fd, file)
         else:
             length = header_length(head[:8], size, file)
             entries = read_header(os.pread(fd, length, 8), file, fd)
-        self.pickled |= pickled
         if len(self.entries) + len(entries) > MAX_TENSORS:
             raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS} in all")
         for name, entry in entries.items():

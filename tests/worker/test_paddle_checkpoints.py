@@ -97,6 +97,15 @@ def test_a_tied_head_may_come_in_both_shapes_and_must_equal_the_embedding(shape,
             staging.add(FileSource(str(path)), {}, form=PartFormat(layout="paddle"))
 
 
+@pytest.mark.parametrize("layout", ["paddle", "paddleformers"])
+def test_a_square_head_is_read_as_the_writer_of_the_layout_keeps_it(layout, make_runner, tmp_path):
+    spec = replace(SPECS["qwen2"], shards=1, vocab=64)
+    right = make_runner(write_checkpoint(tmp_path / "hf", spec))
+    assert (
+        make_runner(write_paddle_checkpoint(tmp_path / "paddle", spec, fused=layout)).fingerprint == right.fingerprint
+    )
+
+
 def test_a_scorer_reads_a_paddle_folder(checkpoints, tmp_path):
     folder = write_paddle_checkpoint(tmp_path / "paddle", SPECS["ernie_bias"], fused="paddleformers")
     scorers = [Scorer(str(path), "float32") for path in (folder, checkpoints["ernie_bias"])]
@@ -188,6 +197,10 @@ def test_a_wrong_layout_is_refused_by_the_tensor_and_the_reason(layout, make_run
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(WeightUpdateRefused, match="config.json"):
         stage(runner, FolderSource(str(folder)))
+    path, tensors = tmp_path / "upload", paddle_tensors(spec, random_tensors(spec), "paddle")
+    write_safetensors(path, {name: array for name, array in tensors.items() if "qkv" in name})
+    with pytest.raises(WeightUpdateRefused, match=r"qkv_proj.\w+: .* is fused, .*chosen by no layout in the call"):
+        stage(runner, FileSource(str(path)), partial=True)
     assert runner.fingerprint == before
 
 
@@ -207,6 +220,12 @@ def test_a_folder_with_two_kinds_of_weights_and_a_snapshot_of_many_ranks_are_ref
     with pytest.raises(WeightUpdateRefused, match="only a snapshot of one rank"):
         stage(runner, FolderSource(str(folder)))
     (folder / "model_state.tp1.0.pdparams").rename(folder / "model_state.tp0.7.pdparams")
-    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too.
+    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too. It may be a file of safetensors.
     (folder / "config.json").write_text(json.dumps(config_json(spec)))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    write_safetensors(folder / "model_state.tp0.7.pdparams", paddle_tensors(spec, random_tensors(spec), "paddle", True))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    tensors = list(paddle_tensors(spec, random_tensors(spec), "paddle", True).items())
+    for i in range(2):
+        write_safetensors(folder / f"model_state.tp0.7.part{i}.pdparams", dict(tensors[i::2]))
     assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
