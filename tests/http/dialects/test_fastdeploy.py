@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastdeploy.client.tokenizer import load_tokenizer
+from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.dialects.fastdeploy.routes import ABSENT, NOT_HERE
-from fastdeploy.http.guards.keys import Keys
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
-from support.fake_engine_server import reply_with
-from support.http_calls import answer
-from support.http_stack import stacks
+from support.fake_engine_server import FakeEngine, reply_with
+from support.http_calls import answer, in_thread
+from support.http_stack import Server, stacks
 from support.tiny_tokenizer import save_tokenizer
 
 USER = {"role": "user", "content": "a"}
@@ -120,6 +123,23 @@ def test_while_the_weights_are_cleared_requests_and_health_get_a_304_without_a_b
     replies = [stack.post(path, messages=[USER]) for path in ("/v1/chat/completions", "/v1/completions")]
     replies += [stack.http.get("/health"), stack.http.post("/ping")]
     assert {(reply.status_code, reply.content) for reply in replies} == {(304, b"")}
+
+
+def test_requests_wait_for_the_first_engine_and_health_does_not(model_dir, tokenizer):
+    """Scripts for FastDeploy send requests as soon as the port is open."""
+    path = ipc_dir.create()
+    server = Server(ipc_dir.endpoint(path), tokenizer, ServeConfig(model=model_dir, fastdeploy_form=True), NO_KEYS)
+    server.client._first_connection_s = 0.0  # for which other requests wait
+    reply = in_thread(lambda: server.post("/v1/completions", prompt="a"))
+    assert server.http.get("/health").status_code == 503
+    time.sleep(0.2)
+    engine = FakeEngine(ipc_dir.endpoint(path), script=reply_with([97]))
+    try:
+        assert reply.result(20).json()["choices"][0]["text"] == "a"
+    finally:
+        server.stop()
+        engine.die()
+        ipc_dir.remove(path)
 
 
 def test_sleep_keeps_no_weights_unless_a_native_field_asks_for_it(make_stack):
