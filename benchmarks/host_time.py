@@ -26,6 +26,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.process import collect_rarely
 from fastdeploy.core.request import Request
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.roofline import Machine, StepRoofline
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
@@ -147,7 +148,9 @@ def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: 
         max_num_batched_tokens=running * context,
         max_step_ms=1e6,
     )
-    return CommonEngine(config, make_runner(num_blocks), ZmqRouterTransport(endpoint), drafter=UnusedDrafts())
+    engine = CommonEngine(config, make_runner(num_blocks), ZmqRouterTransport(endpoint), drafter=UnusedDrafts())
+    engine.scheduler.pacer.decode_steps.roofline = StepRoofline(Machine(4e10, 1e12), 10**6, 2 * 10**6, 1024)
+    return engine
 
 
 def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:

@@ -59,14 +59,15 @@ class Served:
 def guarded(tmp_path_factory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("guarded")
     (root / "api").write_text(f"rotated-out\n{DATA}\n")
-    flags = ("--api-key", str(root / "api"), "--control-port", "0", "--workers", "2")
+    flags = ("--api-key", str(root / "api"), "--control-port", "0", "--metrics-port", "0")
+    flags += ("--workers", "2")
     served = Served(root, *flags, **{CONTROL_KEY: CONTROL})
     yield served
     assert served.stop() == 0
 
 
 def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
-    data, control = guarded.urls
+    data, control, _ = guarded.urls
     headers = {"authorization": f"Bearer {CONTROL}", "connection": "close"}
     update = {"model_path": "/x"}
 
@@ -101,6 +102,16 @@ def test_the_openai_package_uses_the_data_port_with_its_key(guarded):
         bad.models.list()
 
 
+def test_a_scrape_has_the_answers_of_all_api_servers_whichever_answers_it(guarded):
+    data, _, metrics = guarded.urls
+    headers = {"connection": "close"}  # so that both API servers get some
+    for _ in range(20):
+        httpx.get(data + "/docs", headers=headers, timeout=30)
+    for _ in range(10):
+        text = httpx.get(metrics + "/metrics", headers=headers, timeout=30).text
+        assert 'http_requests_total{method="GET",path="/docs",status_code="200"} 20.0' in text
+
+
 def test_no_command_line_no_log_and_not_the_engine_has_a_key(guarded):
     children = guarded.children()
     secrets = (DATA.encode(), CONTROL.encode())
@@ -131,7 +142,7 @@ def test_an_exposed_server_warns_once_at_start(tmp_path, flags, said):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--api-key", "sk-secret"], "--api-key"),
+        (["--api-key", "/"], "--api-key"),
         (["--control-key", "/"], "--control-key"),
         (["--control-port", "8180"], "--control-port"),
         (["--allowed-origins", "localhost"], "--allowed-origins"),
