@@ -49,7 +49,9 @@ class model:
 
 def test_every_block_has_a_test():
     for block in BLOCKS:
-        assert block.language in ("bash", "python", "text"), f"{block}: no test for a block of {block.language!r}"
+        assert block.language in ("bash", "python", "text", "yaml"), (
+            f"{block}: no test for a block of {block.language!r}"
+        )
         assert block.language != "text" or "curl " not in block.text, f"{block}: shell commands"
     assert len(SCRIPTS) > 5 and FLEET_SCRIPTS and len(COMMANDS) > 2 and len(PYTHON) > 2
 
@@ -63,6 +65,13 @@ def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
     for command in commands:
         if command and not re.match(r"\w+=", command[0]):
             check_command(command)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=str)
+def test_a_file_of_settings_is_taken(block, tmp_path):
+    (tmp_path / "settings.yaml").write_text(block.text)
+    args = make_parser().parse_args(["serve", "--config", str(tmp_path / "settings.yaml")])
+    assert any(str(tmp_path) in source for source in args.sources.values())
 
 
 def check_command(command: list[str]) -> None:
