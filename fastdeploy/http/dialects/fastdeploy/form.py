@@ -38,8 +38,8 @@ from fastdeploy.inter_communicator import messages as m
 NOT_NORMAL = 304  # while the weights are not there. Such a reply has no body
 NATIVE_SLEEP = frozenset({"mode", "discard"})  # fields that ask for a native sleep, which keeps the weights
 FIELDS = {"input_ids": "prompt_token_ids"}  # native names of fields -> those that the client sent
-# FastDeploy listens when its engine is there. So scripts take an open port for a server that answers, and their requests
-# wait for the first engine: so many seconds.
+# Seconds that requests wait for the first engine. FastDeploy listens when its engine is there, so scripts take an open
+# port for a server that answers.
 FIRST_ENGINE_S = 600.0
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 
