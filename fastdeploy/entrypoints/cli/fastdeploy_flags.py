@@ -125,7 +125,7 @@ FLAGS: tuple[Foreign, ...] = (
         "false", "0", "",
     ),
     no_effect("enable_logprob", "log probabilities are always there", SWITCH),
-    refused("enable_keep_sampling_mask", "`--return-sampling-mask`, with the route of vLLM", "false", form=SWITCH),
+    refused("enable_keep_sampling_mask", "a request asks for it: `return_sampling_mask`", "false", form=SWITCH),
     no_effect("max_logprobs", "up to 1024 for each token; `--max-reply-logprobs` bounds a request"),
     differs("logprobs_mode", "`raw_logprobs` is `raw`, `processed_logprobs` is `processed`. No logits"),
     no_effect("seed", "a request without a seed gets one by chance; its field `seed` fixes it"),
