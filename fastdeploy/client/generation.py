@@ -37,7 +37,7 @@ class Generation:
 
     Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: one per prompt. pace:
     counts the work for this caller. for_tokens: see Reader. If False, :meth:`step` returns less often. adapters: names,
-    one per prompt; "" = the base model.
+    one per prompt; "" = the base model. tokens_per_delta: a delta has at most so many tokens; None = those of one step.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class Generation:
         request: GenerationRequest,
         pace: Pace,
         for_tokens: bool = True,
+        tokens_per_delta: int | None = None,
     ):
         self.pace = pace
+        self._tokens_per_delta = tokens_per_delta
         self.n = request.requests[0].n
         self.request_id = request.requests[0].group or request.requests[0].request_id
         self.prompts = [add.prompt_token_ids for add in request.requests]
@@ -122,18 +124,19 @@ class Generation:
             i = self._streams[stream]
             for output in stream.read() if not deltas else _read_quietly(stream):
                 output = self._received(stream, output)
-                if delta := await self._feed(i, stream, output):
-                    deltas.append((self.n * i + output.choice, delta))
+                number = self.n * i + output.choice
+                deltas += [(number, delta) for delta in await self._feed(i, stream, output)]
         return deltas
 
-    async def _feed(self, i: int, stream: RequestStream, output: Output) -> ChoiceDelta | None:
+    async def _feed(self, i: int, stream: RequestStream, output: Output) -> list[ChoiceDelta]:
         """Give ``output`` to its choice in pieces, since an output may have the tokens of many steps."""
-        deltas = []
-        for piece in pieces(output, TOKENS_AT_ONCE):
+        deltas: list[ChoiceDelta] = []
+        for piece in pieces(output, self._tokens_per_delta or TOKENS_AT_ONCE):
             if delta := self._feed_piece(i, stream, piece):
                 deltas.append(delta)
             await self.pace.spend(1 + WORK_PER_TOKEN * len(piece.token_ids))
-        return joined(deltas)
+        whole = joined(deltas)
+        return deltas if self._tokens_per_delta or whole is None else [whole]
 
     def _feed_piece(self, i: int, stream: RequestStream, output: Output) -> ChoiceDelta | None:
         choice = self.choices[self.n * i + output.choice]

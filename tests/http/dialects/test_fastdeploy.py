@@ -308,6 +308,19 @@ def test_the_first_event_has_the_prompt_and_the_others_have_tokens_and_a_time(fo
     assert others[0]["choices"][0]["text"] == "xya"
 
 
+@pytest.mark.parametrize(("fields", "counts"), [({}, [1, 1, 1]), ({"max_streaming_response_tokens": 2}, [2, 1])])
+def test_an_event_has_one_token_or_as_many_as_are_asked_for(formed, fields, counts):
+    """A step of several tokens is several events: clients read the first token of each, and count them."""
+    formed.script(reply_with([97, 98, 99], step=3))
+    fields |= {"stream": True, "return_token_ids": True, "logprobs": True}
+    _, *others = events(formed.post("/v1/chat/completions", messages=[USER], **fields))
+    choices = [event["choices"][0] for event in others]
+    assert [len(choice["delta"]["completion_token_ids"]) for choice in choices] == counts
+    assert [len(choice["logprobs"]["content"]) for choice in choices] == counts
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(counts) - 1) + ["length"]
+    assert "".join(choice["delta"]["content"] for choice in choices) == "abc"
+
+
 def test_usage_counts_the_tokens_of_reasoning(thinking):
     thinking.script(reply_with([THINK, 97, 98, END_THINK, 99]))
     details = chat(thinking)["usage"]["completion_tokens_details"]

@@ -17,8 +17,8 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 
 MAX_SEED = 922337203685477580
-# Fields that change nothing here: an event has the tokens of a step; other tools trace; nothing drafts with a model.
-NO_EFFECT = frozenset({"max_streaming_response_tokens", "trace_context", "include_draft_logprobs"})
+# Fields that change nothing here: other tools trace, and nothing drafts with a model.
+NO_EFFECT = frozenset({"trace_context", "include_draft_logprobs"})
 # Fields that are refused if they ask for something, and why.
 REFUSED: Mapping[str, str] = {
     "disaggregate_info": "not supported: prompts and answers are computed by one engine",
@@ -30,12 +30,14 @@ REFUSED: Mapping[str, str] = {
 # What the message of a reply says of its tokens.
 OF_TOKENS = frozenset({"prompt_token_ids", "completion_token_ids", "prompt_tokens", "completion_tokens"})
 RAW_PROMPT = "raw_prompt"
+TOKENS_PER_EVENT = "max_streaming_response_tokens"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
 # What the values of metadata (of a chat) and suffix (of a completion) may set: fields without a default.
 IN_METADATA = frozenset({
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "max_completion_tokens", "seed",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bad_words_token_ids",
     "reasoning_max_tokens", "response_max_tokens", "enable_thinking", "chat_template_kwargs", "logits_processors_args",
+    TOKENS_PER_EVENT,
 })  # fmt: skip
 INVALID, MISSING = "invalid_value", "missing_required_parameter"
 
@@ -106,8 +108,8 @@ class _Chat(_Fields):
 
 
 def native(context: ServingContext, data: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """Return the native fields that ``data`` asks for; and ``RAW_PROMPT``, a text that is the prompt as it is. Raises
-    Malformed or InvalidField."""
+    """Return the native fields that ``data`` asks for; ``RAW_PROMPT``, a text that is the prompt as it is; and
+    ``TOKENS_PER_EVENT``. Raises Malformed or InvalidField."""
     _check(data, _Chat if is_chat else _Completion)
     body = {name: value for name, value in data.items() if value is not None and name not in NO_EFFECT}
     for name in ("metadata", "suffix"):
@@ -125,7 +127,12 @@ def native(context: ServingContext, data: dict[str, Any], is_chat: bool) -> dict
     (_chat if is_chat else _completion)(body)
     if context.chat_format.reasoning is None:  # such a model does not reason: no limit can matter
         body.pop("reasoning_max_tokens", None)
-    known = (ChatBody if is_chat else CompletionBody).model_fields.keys() | UNSUPPORTED.keys() | IGNORED | {RAW_PROMPT}
+    known = (
+        (ChatBody if is_chat else CompletionBody).model_fields.keys()
+        | UNSUPPORTED.keys()
+        | IGNORED
+        | {RAW_PROMPT, TOKENS_PER_EVENT}
+    )
     return {name: value for name, value in body.items() if name in known}
 
 

@@ -26,7 +26,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.control.operation import health_of
 from fastdeploy.http.control.protocol import SleepBody, WakeBody
-from fastdeploy.http.dialects.fastdeploy.bodies import INVALID, RAW_PROMPT, Malformed, native
+from fastdeploy.http.dialects.fastdeploy.bodies import INVALID, RAW_PROMPT, TOKENS_PER_EVENT, Malformed, native
 from fastdeploy.http.dialects.fastdeploy.replies import FastDeployChat, FastDeployCompletion
 from fastdeploy.http.dialects.fastdeploy.weights import FolderWeights
 from fastdeploy.http.errors import error_response, json_response
@@ -71,9 +71,10 @@ def form_router(context: ServingContext) -> APIRouter:
     @catching(failed)
     @while_normal
     async def chat(request: Request) -> Response:
-        body = parse_body(await fields_of(request, context, True), ChatBody, UNSUPPORTED)
+        fields, per_event = await fields_of(request, context, True)
+        body = parse_body(fields, ChatBody, UNSUPPORTED)
         checked = await chat_prompt.prepare(context, await _of_a_model(context, body))
-        generation = Generation(client, context.tokenizer, checked, context.pace())
+        generation = Generation(client, context.tokenizer, checked, context.pace(), tokens_per_delta=per_event)
         return FastDeployChat(context, generation, body).response()
 
     @router.post("/v1/completions")
@@ -81,9 +82,10 @@ def form_router(context: ServingContext) -> APIRouter:
     @catching(failed)
     @while_normal
     async def completions(request: Request) -> Response:
-        body = completion.parse_completion(await fields_of(request, context, False))
+        fields, per_event = await fields_of(request, context, False)
+        body = completion.parse_completion(fields)
         checked = await completion.prepare(context, await _of_a_model(context, body), None)
-        generation = Generation(client, context.tokenizer, checked, context.pace())
+        generation = Generation(client, context.tokenizer, checked, context.pace(), tokens_per_delta=per_event)
         return FastDeployCompletion(context, generation, body).response()
 
     @router.get("/health")
@@ -113,15 +115,17 @@ def form_router(context: ServingContext) -> APIRouter:
     return router
 
 
-async def fields_of(request: Request, context: ServingContext, is_chat: bool) -> dict[str, Any]:
-    """Return the native fields of a body. Its request_id is one of FastDeploy's."""
+async def fields_of(request: Request, context: ServingContext, is_chat: bool) -> tuple[dict[str, Any], int | None]:
+    """Return the native fields of a body, whose request_id is one of FastDeploy's; and the largest number of tokens in
+    an event, None for a whole reply. Clients read the first token of each event, and count events."""
     data = native(context, await read_generation(request), is_chat)
     if RAW_PROMPT in data:
         data["input_ids"] = await context.encode(data.pop(RAW_PROMPT), "messages.0.content")
     prefix = CHAT_ID if is_chat else COMPLETION_ID
     if (name := data.get("request_id")) and not name.startswith(prefix):
         data["request_id"] = prefix + name
-    return data
+    per_event = max(data.pop(TOKENS_PER_EVENT, 1), 1)
+    return data, per_event if data.get("stream") else None
 
 
 async def _of_a_model(context: ServingContext, body: Any) -> Any:
