@@ -68,13 +68,20 @@ class _Constants(NamedTuple):
     sin: paddle.Tensor
 
 
-def _constants_of(layer: DecoderLayer) -> _Constants:
-    [spec] = [block.attention for block in layer.blocks if isinstance(block, AttentionBlock)]
-    [activation] = [block.activation for block in layer.blocks if isinstance(block, MlpBlock)]
-    first, second = _rotated_pairs(spec)
-    pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
-    cos, sin = (paddle.index_select(table, pairs, axis=1) for table in (spec.rope_cos, spec.rope_sin))
-    return _Constants(spec, activation, cos, sin)
+def _constants_of(layers: Iterable[DecoderLayer]) -> list[_Constants]:
+    """Return the constants of each layer. Layers with the same rotary embedding share its tables, which are large."""
+    found: list[_Constants] = []
+    tables: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+    for layer in layers:
+        [spec] = [block.attention for block in layer.blocks if isinstance(block, AttentionBlock)]
+        [activation] = [block.activation for block in layer.blocks if isinstance(block, MlpBlock)]
+        if id(spec.rope_cos) not in tables:
+            first, second = _rotated_pairs(spec)
+            pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
+            cos, sin = (paddle.index_select(table, pairs, axis=1) for table in (spec.rope_cos, spec.rope_sin))
+            tables[id(spec.rope_cos)] = cos, sin
+        found.append(_Constants(spec, activation, *tables[id(spec.rope_cos)]))
+    return found
 
 
 class Decoder:
@@ -82,7 +89,7 @@ class Decoder:
 
     def __init__(self, model: Model, weights: ModelWeights):
         self._config, self._embedding_scale = model.config, model.embedding_scale
-        self._layers = [_constants_of(layer) for layer in weights.layers]
+        self._layers = _constants_of(weights.layers)
         spec = self._layers[0].attention  # the heads, and the pairs that are rotated, are those of all layers
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         # x @ quarter_turn turns each pair (a, b) into (-b, a): faster with gradients than split and concat.
