@@ -27,6 +27,7 @@ SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.star
 COMMANDS = make_parser()._actions[-1].choices
 ROUTES = route_table(create_app(None, None, ServeConfig(model="m")))
 SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
+ALL_COMMANDS = [*COMMANDS.values(), *COMMANDS["bench"]._actions[-1].choices.values()]
 # Flags of other programs, which the pages name in their text.
 FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
 
@@ -62,7 +63,7 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
         if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
             assert span in ROUTES.classes, f"{page.name}: {span}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):
-            known = any(flag in command._option_string_actions for command in (SERVE, FLEET))
+            known = any(flag in command._option_string_actions for command in ALL_COMMANDS)
             assert known or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
         if span.startswith("make "):
             assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(), f"{page.name}: {span}"

@@ -59,6 +59,7 @@ INSIDE = (
     "benchmarks.lib.fleet",  # a fleet of engines without a model
     "benchmarks.lib.gateways",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
+    "benchmarks.layouts",
     "benchmarks.lib.roofline",  # the formula that the server uses, too
     "benchmarks.ops",
     "benchmarks.quantization",

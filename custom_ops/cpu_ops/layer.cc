@@ -1,5 +1,6 @@
 // The blocks of a decoder layer, and single linears. Compiled once per instruction set. The structures of blocks have
 // the fields of the classes of these names in ops/interface.py, in the same order.
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 
@@ -17,12 +18,15 @@ struct AttentionBlock {
   const Weight* qkv;
   AttentionSpec attention;
   const Weight* o;
+  const float* post_norm;  // of what is added to the residual, or null
 };
 
 struct MlpBlock {
   const float* norm;
   float norm_eps;
   const Weight *gate_up, *down;
+  Activation activation;
+  const float* post_norm;
 };
 
 float* floats(ScratchSlot slot, int64_t count) {
@@ -55,17 +59,19 @@ void product(const LinearInput& input, const Weight& w, const LoraRows& loras, f
 // multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
 // combined.
 LinearInput gated_product(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
-                          const Weight& next) {
+                          Activation activation, const Weight& next) {
   const int64_t half = w.n / 2;
   if (half % kColumns == 0)
-    return (w.int8 == nullptr ? multiply_gated : int8_linears().multiply_gated)(slot, input, w, loras, next);
+    return (w.int8 == nullptr ? multiply_gated : int8_linears().multiply_gated)(slot, input, w, loras, activation,
+                                                                                next);
   float* both = floats(kScratchGateUp, input.m * w.n);
   product(input, w, loras, both, false);
   for (int64_t r = 0; r < input.m; ++r)
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
       const float *gate = both + r * w.n + i, *up = gate + half;
-      store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // after all reads
+      const Floats16 left = activated(activation, load_n(gate, count));
+      store_n(both + r * half + i, mul(left, load_n(up, count)), count);  // after all reads
     }
   return input_of(slot, both, nullptr, 0, input.m, next);
 }
@@ -74,6 +80,26 @@ LinearInput gated_product(ScratchSlot slot, const LinearInput& input, const Weig
 LoraRows second(LoraRows loras) {
   ++loras.linear;
   return loras;
+}
+
+// residual += input @ w.T, the last linear of a block; with post_norm, residual += RMSNorm(input @ w.T).
+void add_output(const LinearInput& input, const Weight& w, const float* post_norm, float eps, const StepState& step) {
+  const LoraRows loras = second(step.loras);
+  if (post_norm == nullptr) return product(input, w, loras, step.residual, true);
+  float* out = floats(kScratchOutput, step.m * w.n);
+  product(input, w, loras, out, false);
+  parallel_for(step.m, std::max<int64_t>(1, 16384 / w.n), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* from = out + r * w.n;
+      float* to = step.residual + r * w.n;
+      const Floats16 factor = set1(norm_factor(from, w.n, eps));
+      for (int64_t i = 0; i < w.n; i += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, w.n - i));
+        const Floats16 normed = mul(mul(load_n(from + i, count), factor), load_n(post_norm + i, count));
+        store_n(to + i, add(load_n(to + i, count), normed), count);
+      }
+    }
+  });
 }
 
 // residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.
@@ -92,15 +118,16 @@ void attention_block(const AttentionBlock& block, StepState& step) {
   }
   if (step.m == 0) return;
   const LinearInput input = input_of(kScratchInput, attended, nullptr, 0, step.m, *block.o);
-  product(input, *block.o, second(step.loras), step.residual, true);
+  add_output(input, *block.o, block.post_norm, block.norm_eps, step);
 }
 
-// residual += down(silu(gate(norm(residual))) * up(norm(residual))).
+// residual += down(activation(gate(norm(residual))) * up(norm(residual))).
 void mlp_block(const MlpBlock& block, const StepState& step) {
   if (step.m == 0) return;
   const LinearInput input = input_of(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);
-  const LinearInput inner = gated_product(kScratchInner, input, *block.gate_up, step.loras, *block.down);
-  product(inner, *block.down, second(step.loras), step.residual, true);
+  const LinearInput inner =
+      gated_product(kScratchInner, input, *block.gate_up, step.loras, block.activation, *block.down);
+  add_output(inner, *block.down, block.post_norm, block.norm_eps, step);
 }
 
 }  // namespace
@@ -122,7 +149,7 @@ void linear(const float* x, const float* norm, float eps, int64_t m, const Weigh
 
 void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
   const LinearInput input = input_of(kScratchInput, x, nullptr, 0, m, gate_up);
-  product(gated_product(kScratchInner, input, gate_up, {}, down), down, {}, out, false);
+  product(gated_product(kScratchInner, input, gate_up, {}, kSilu, down), down, {}, out, false);
 }
 
 }  // namespace FD_ISA

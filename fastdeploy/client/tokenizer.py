@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import logging
 import os
@@ -21,7 +22,12 @@ logger = logging.getLogger(__name__)
 # Below this many characters, encoding takes less time than a change of threads.
 INLINE_CHARS = 2048
 # Files of a Hugging Face folder that make up the tokenizer. One of VOCABULARIES must be there.
-VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "tokenizer.model"})
+SENTENCEPIECE = "tokenizer.model"
+VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", SENTENCEPIECE})
+NEEDS_SENTENCEPIECE = (
+    "needs the Python package sentencepiece, or a tokenizer.json beside it. To make one, where sentencepiece is "
+    "installed: transformers.LlamaTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
 JSON_FILES = frozenset(
     {"tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 )
@@ -174,6 +180,8 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> Tokenizer | None
         for name in sorted(present & JSON_FILES):
             _require_json_object(model_path, name)
         name = min(present & VOCABULARIES)
+        if name == SENTENCEPIECE and importlib.util.find_spec("sentencepiece") is None:
+            raise InvalidField(name, NEEDS_SENTENCEPIECE) from error
         raise InvalidField(name, f"no tokenizer can be made of it: {type(error).__name__}: {error}") from error
 
 

@@ -41,7 +41,7 @@ class SourcePolicy:
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """A Hugging Face folder of safetensors. All of it is read before the reply; then the trainer may delete it.
+    """A checkpoint folder of Hugging Face or Paddle. All of it is read before the reply; then it may be deleted.
 
     Each kind of source says these things of itself. may_hang: a read may never end, because the bytes may lie on
     another host, which may be gone. on_every_host: a replica on another host reads it by the same name."""

@@ -168,7 +168,7 @@ class LLM:
     def update_weights(
         self, model_path: str | None = None, version: str | None = None, kv: str = "keep", **args: Any
     ) -> dict[str, Any]:
-        """Load new weights from a Hugging Face folder, or without a folder only change the label. args: see
+        """Load new weights from a checkpoint folder, or without a folder only change the label. args: see
         messages.UpdateWeightsArgs. After WeightUpdateRefused the old weights still serve."""
         if model_path is not None:
             return self.call(m.UpdateWeightsArgs(FolderSource(model_path), version, kv=kv, **args))

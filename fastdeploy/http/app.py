@@ -26,7 +26,7 @@ from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.operation import control_router, health_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal import areal_router
-from fastdeploy.http.dialects.fastdeploy.form import form_router
+from fastdeploy.http.dialects.fastdeploy.form import form_router, refused
 from fastdeploy.http.dialects.fastdeploy.routes import fastdeploy_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
@@ -100,7 +100,8 @@ def create_app(
     routes = RouteTable(route for _, router in routers for route in router.routes)
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
-    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check)
+    answer = refused if config.fastdeploy_form else error_response
+    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check, answer=answer)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -141,15 +142,21 @@ EVENT_STREAMS = ("/ui/events",)  # streams that GET opens
 
 class Guard:
     """Middleware that answers the error that ``check`` returns for a request, without reading the body of the
-    request."""
+    request. answer: makes the answer."""
 
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], FastDeployError | None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], FastDeployError | None],
+        answer: Callable[[FastDeployError], Response] = error_response,
+    ):
         self._app = app
         self._check = check
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._check(scope) if scope["type"] == "http" else None
-        await (error_response(error) if error else self._app)(scope, receive, send)
+        await (self._answer(error) if error else self._app)(scope, receive, send)
 
 
 class Routing:

@@ -10,6 +10,7 @@ look right in both.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORME
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, read_json
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
-from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, View, refuse_tensor
+from fastdeploy.model_executor.ops.interface import View
+from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, refuse_tensor
 
 QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
 PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
@@ -58,7 +60,7 @@ def describe(reader: SafetensorsReader, model: Model, declared: str = AUTO) -> N
     shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
     shapes |= {alias: shapes[name] for alias, name in model.aliases.items()}
     if layout.name == HUGGINGFACE:
-        _refuse_transposed(reader.entries, shapes, layout)
+        _refuse_paddles(reader.entries, shapes, layout)
     else:
         reader.entries = dict(_described(reader.entries, shapes, model.config, layout))
     reader.check(shapes)
@@ -76,7 +78,7 @@ def find_layout(reader: SafetensorsReader, declared: str = AUTO) -> Layout:
     except InvalidField as error:
         raise WeightUpdateRefused(error.message, key=error.field) from error
     paddle = PADDLEFORMERS if "paddleformers_version" in raw else PADDLE
-    if reader.pickled:
+    if reader.has_pdparams:
         return Layout(paddle, "a .pdparams file")
     if raw.get("source") == "paddle":
         return Layout(paddle, f'"source": "paddle" in {CONFIG}')
@@ -112,7 +114,11 @@ def _described(
             if part.name in origins:
                 raise refuse_tensor(stored_name, f"of {entry.file} has the values of {origins[part.name]}, too")
             origins[part.name] = stored_name
-            yield part.name, _viewed(entry, part, name, shapes)
+            shape = shapes.get(part.name)
+            if shape is not None and not _is_kept(name, entry, shape, layout):
+                yield part.name, _viewed(entry, part, shape)
+            else:
+                yield part.name, entry
 
 
 def _parts(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout) -> Iterator[_Part]:
@@ -155,10 +161,15 @@ def _check_stored(
         raise _refuse_shape(stored_name, entry, wanted, layout)
 
 
-def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    shape = shapes.get(part.name)
-    if shape is None or name == EMBEDDING or (name == LM_HEAD and entry.shape == shape):
-        return entry
+def _is_kept(name: str, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> bool:
+    """Return whether a stored tensor has the orientation of Hugging Face."""
+    if name != LM_HEAD:
+        return name == EMBEDDING
+    return entry.shape == shape and (shape[0] != shape[1] or layout.name == PADDLEFORMERS)
+
+
+def _viewed(entry: TensorEntry, part: _Part, shape: tuple[int, ...]) -> TensorEntry:
+    """Return the entry of a tensor of this shape that is a part of a stored one."""
     rows, columns, stride = shape[0], 1 if len(shape) == 1 else shape[1], entry.shape[-1]
     if columns == 1 and rows == stride:
         return entry
@@ -169,15 +180,20 @@ def _viewed(entry: TensorEntry, part: _Part, name: str, shapes: Mapping[str, tup
 
 
 def _with_bfloat16(name: str, entry: TensorEntry) -> TensorEntry:
-    """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16."""
-    return entry._replace(dtype="BF16") if entry.dtype == "U16" else entry
+    """Return an entry of uint16, in which Paddle keeps bfloat16 on a CPU, as one of bfloat16; any other as it is."""
+    if entry.dtype != "U16":
+        return entry
+    if 2 * math.prod(entry.shape) != entry.nbytes:
+        raise refuse_tensor(name, f"of {entry.file}: {entry.nbytes} bytes do not make U16 of shape {list(entry.shape)}")
+    return entry._replace(dtype="BF16")
 
 
-def _refuse_transposed(
-    entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], layout: Layout
-) -> None:
-    """Refuse a tensor that has the wrong way round, with the reason why it is read in this layout."""
+def _refuse_paddles(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Refuse a fused or transposed tensor, with the reason why it is read in the layout of Hugging Face."""
     for name, entry in entries.items():
+        if name not in shapes and any(kind in name for kind in PARTS):
+            what = f"is fused, which no tensor is in the layout {layout.name!r}, which was chosen by {layout.reason}"
+            raise refuse_tensor(name, f"of {entry.file} {what}")
         if len(entry.shape) == 2 and entry.shape == shapes.get(name, ())[::-1] != shapes[name]:
             raise _refuse_shape(name, entry, str(list(shapes[name])), layout)
 

@@ -6,7 +6,7 @@ An unsupported key that changes the result is never ignored: it raises InvalidFi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from fastdeploy.core.errors import InvalidField, shown
 
@@ -22,7 +22,10 @@ class ModelConfig:
     head_dim may differ from hidden_size / heads.
 
     dtype: the type of the checkpoint, "float32" if it names none. eos_token_ids: any of them ends a text.
+    norms_add_one: the RMSNorms of the architecture multiply with 1 + weight.
     """
+
+    norms_add_one: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int

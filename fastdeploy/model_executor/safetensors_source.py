@@ -27,6 +27,7 @@ from fastdeploy.core.files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.core.weight_source import MAX_TENSORS, FolderSource, Source
 from fastdeploy.model_executor import pdparams
+from fastdeploy.model_executor.ops.interface import View
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 # Paddle's files: those of PaddleFormers, and the snapshots of one rank that FastDeploy's trainers leave.
@@ -55,15 +56,6 @@ class _Index(msgspec.Struct):
 
 _SPLIT, _ENTRY = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_HeaderEntry)
 Parsed = TypeVar("Parsed")
-
-
-class View(NamedTuple):
-    """Where the values of a tensor [rows, columns] lie in a stored one whose rows have ``stride`` values: (row, column)
-    is ``column * stride + row // run * step + row % run`` values after (0, 0)."""
-
-    stride: int
-    run: int
-    step: int
 
 
 class TensorEntry(NamedTuple):
@@ -105,13 +97,13 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
 
 class SafetensorsReader:
     """The tensors of one or more safetensors files. The files stay open until the reader is closed, so a folder may be
-    deleted meanwhile. folder: the folder of the files, if the source is a folder. pickled: there are .pdparams files
-    that are pickles."""
+    deleted meanwhile. folder: the folder of the files, if the source is a folder. has_pdparams: there are .pdparams
+    files, each a pickle or, as newer versions of Paddle can write it, safetensors."""
 
     def __init__(self) -> None:
         self.entries: dict[str, TensorEntry] = {}
         self.folder: Folder | None = None
-        self.pickled = False
+        self.has_pdparams = False
         self._fds: list[int] = []
 
     def __enter__(self) -> SafetensorsReader:
@@ -181,13 +173,14 @@ class SafetensorsReader:
             raise refuse_file(file, f"is cut short: it has {size} bytes, expected {limit}")
         size = limit or size
         head = os.pread(fd, 9, 0)
-        pickled = self.folder is not None and file.endswith(PDPARAMS) and pdparams.is_pickle(head)
+        in_paddle = self.folder is not None and file.endswith(PDPARAMS)
+        self.has_pdparams |= in_paddle
+        pickled = in_paddle and pdparams.is_pickle(head)
         if pickled:
             entries = _read_pickle(fd, file)
         else:
             length = header_length(head[:8], size, file)
             entries = read_header(os.pread(fd, length, 8), file, fd)
-        self.pickled |= pickled
         if len(self.entries) + len(entries) > MAX_TENSORS:
             raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS} in all")
         for name, entry in entries.items():

@@ -104,14 +104,14 @@ def stage_tensors(
     show: ShowBytes | None = None,
 ) -> dict[str, Fingerprint]:
     """Read each tensor of ``regions`` to its region, and return the fingerprints. checksums: the sha256 of the bytes of
-    some tensors; such a tensor, and one that is picked out of another, is read to private memory, hashed, and staged
-    from there, one at a time. stop: see ``Ops.stage``. show: called with the bytes that were read, and all of them;
-    None = read in one piece. Raises WeightUpdateRefused, which names the tensor and the file."""
+    some tensors; such a tensor, and a vector that is a part of another one, is read to private memory, hashed, and
+    staged from there, one at a time. stop: see ``Ops.stage``. show: called with the bytes that were read, and all of
+    them; None = read in one piece. Raises WeightUpdateRefused, which names the tensor and the file."""
     entries = reader.entries
     direct = {
-        name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd)
+        name: StageItem(region, entries[name].dtype, entries[name].offset, entries[name].fd, view=entries[name].view)
         for name, region in regions.items()
-        if name not in checksums and entries[name].view is None
+        if name not in checksums and (entries[name].view is None or region.linear is not None)
     }
     found: dict[str, Fingerprint] = {}
     for piece in [direct] if show is None else _pieces(direct, reader, show):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -50,6 +51,21 @@ def test_the_error_names_the_broken_file(folder, file, text, why):
     with pytest.raises(InvalidField) as info:
         load_tokenizer(str(folder))
     assert info.value.field == file and why in str(info.value)
+
+
+def test_a_sentencepiece_model_alone_says_what_it_needs_and_runs_no_code_of_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    classes = {"AutoTokenizer": ["tokenization_ernie4_5.Ernie4_5_Tokenizer", None]}
+    config = {"tokenizer_class": "Ernie4_5_Tokenizer", "auto_map": classes}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenization_ernie4_5.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest, find=importlib.util.find_spec: None if name == "sentencepiece" else find(name, *rest),
+    )
+    with pytest.raises(InvalidField, match=r"tokenizer.model.*sentencepiece, or a tokenizer.json") as info:
+        load_tokenizer(str(tmp_path))
+    assert info.value.field == "tokenizer.model" and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

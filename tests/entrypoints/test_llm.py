@@ -104,7 +104,7 @@ def test_a_value_that_is_no_prompt_is_refused(llm, prompts):
 def test_bad_sampling_parameters_are_refused_by_name(llm):
     with pytest.raises(errors.InvalidField, match="top_k"):
         llm.generate([[1]], SamplingParams(top_k=2**31))
-    with pytest.raises(errors.InvalidField, match="sampling_params: got 1 values for 2 prompts"):
+    with pytest.raises(ValueError, match="sampling_params: got 1 values for 2 prompts"):
         llm.generate([[1], [2]], [GREEDY])
     for n in (0, "2", 5000):
         with pytest.raises(errors.InvalidField, match="^n: "):

@@ -106,9 +106,11 @@ def test_a_stream_brings_the_same_tokens_and_text_in_pieces(llm):
 def test_a_stream_that_is_left_ends_its_requests_and_an_error_of_it_is_raised(llm):
     steps = llm.generate([[1, 2]], replace(GREEDY, max_tokens=4000), stream=True)
     next(steps)
+    llm.pause("keep")
     steps.close()
-    while llm.is_paused()["counts"]["running"]:
+    while any(llm.is_paused()["counts"].values()):
         pass
+    llm.resume()
     with pytest.raises(errors.InvalidField, match="prompts"):
         llm.generate([[1], [9999]], GREEDY, stream=True)
     with pytest.raises(errors.ModelNotFound):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from fastdeploy.http.answer_counts import FOLDER, AnswerCounts
 
 CHILD = """
@@ -34,6 +36,7 @@ def test_each_answer_counts_by_its_route_and_status(stack):
     }
 
 
+@pytest.mark.processes
 def test_processes_count_together_also_after_their_end(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     for _ in range(2):

@@ -13,6 +13,7 @@ from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 LLAMA, ERNIE = config_json(SPECS["llama"]), config_json(SPECS["ernie"])
+MISTRAL, GEMMA, GEMMA_NEW = (config_json(SPECS[name]) for name in ("mistral", "gemma", "gemma_biased"))
 ROPE = LLAMA["rope_scaling"]
 
 
@@ -116,6 +117,92 @@ def test_llama_has_the_defaults_of_transformers():
     assert (config.rope, config.rope_theta) == (None, 10000.0)
     other = parse_config(LLAMA | {"rope_scaling": ROPE | {"factor": 9.0}})
     assert parse_config(LLAMA).first_difference(other) == "rope"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": "4096"}, "sliding_window"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_an_unsupported_value_of_mistral_is_refused_by_key(changes, field):
+    assert refused_key(MISTRAL | changes) == field
+
+
+def test_mistral_has_the_defaults_of_transformers():
+    keys = ("num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings", "eos_token_id")
+    raw = {key: MISTRAL[key] for key in MISTRAL if key not in keys} | {"num_attention_heads": 16}
+    config = parse_config(raw)
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (8, 4, 131072)
+    assert (config.sliding_window, config.eos_token_ids) == (4096, (2,))
+    everything = parse_config(raw | {"sliding_window": None})
+    assert everything.sliding_window is None and config.first_difference(everything) == "sliding_window"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"hidden_activation": None}, "hidden_activation"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types"),
+        ({"layer_types": [["full_attention"], "full_attention"]}, "layer_types"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_local_base_freq": "10000"}, "rope_local_base_freq"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters.rope_theta"),
+        ({"rope_parameters": {"full_attention": [1]}}, "rope_parameters.full_attention"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "llama3", "factor": 8.0}}},
+            "rope_parameters.sliding_attention",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+            "rope_parameters.sliding_attention.partial_rotary_factor",
+        ),
+    ],
+)
+def test_an_unsupported_value_of_gemma_is_refused_by_key(changes, field):
+    assert refused_key(GEMMA | changes) == field
+
+
+def test_gemma_with_images_is_refused_with_what_to_do():
+    with pytest.raises(InvalidField, match="save its text model alone, as Gemma3ForCausalLM"):
+        parse_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA})
+
+
+def test_gemma_has_the_defaults_of_transformers():
+    kept = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    config = parse_config({key: GEMMA[key] for key in kept} | {"num_hidden_layers": 7})
+    assert (config.head_dim, config.num_key_value_heads, config.max_position_embeddings) == (256, 4, 131072)
+    assert (config.query_pre_attn_scalar, config.sliding_window, config.tie_word_embeddings) == (256, 4096, True)
+    assert config.layer_types == (*["sliding_attention"] * 5, "full_attention", "sliding_attention")
+    assert (config.local_rope, config.global_rope) == ((10000.0, 1.0), (1000000.0, 1.0))
+    assert (config.eos_token_ids, config.attention_bias) == ((1,), False)
+
+
+def test_gemma_reads_the_older_and_the_newer_keys_of_its_layers_and_rotary_embeddings():
+    older, newer = parse_config(GEMMA), parse_config(GEMMA_NEW)
+    assert older.layer_types == ("sliding_attention", "full_attention")
+    assert (older.local_rope, older.global_rope) == ((1000.0, 1.0), (100000.0, 4.0))
+    assert newer.layer_types == ("full_attention", "sliding_attention", "sliding_attention")
+    assert (newer.local_rope, newer.global_rope) == ((500.0, 1.0), (50000.0, 2.0))
+    for key in ("sliding_window", "query_pre_attn_scalar"):
+        assert older.first_difference(parse_config(GEMMA | {key: GEMMA[key] + 1})) == key
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ ODD = [
 ]  # fmt: skip
 MODEL = json.loads((Path(MODEL_DIR) / "config.json").read_text())
 MODEL_KEYS = sorted(MODEL.keys() | {
-    "architectures", "attention_bias", "dtype", "eos_token_id", "head_dim", "hidden_act", "layer_types",
-    "max_window_layers", "mlp_bias", "original_max_position_embeddings", "quantization_config", "rope_parameters",
-    "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype", "use_mrope",
-    "use_sliding_window",
+    "architectures", "attention_bias", "attn_logit_softcapping", "dtype", "eos_token_id", "final_logit_softcapping",
+    "head_dim", "hidden_act", "hidden_activation", "layer_types", "max_window_layers", "mlp_bias",
+    "original_max_position_embeddings", "quantization_config", "query_pre_attn_scalar", "rope_local_base_freq",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern", "tie_word_embeddings",
+    "torch_dtype", "use_bidirectional_attention", "use_mrope", "use_sliding_window",
 })  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 1e4, "partial_rotary_factor": 1.0, "type": "llama3"}
@@ -58,12 +59,16 @@ def refused_field(folder: Path, config: bytes) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Ernie4_5ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "Ernie4_5ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"],
+)
 def test_an_odd_value_in_config_json_is_refused_by_the_name_of_its_key(tmp_path, architecture):
     model = MODEL | {"architectures": [architecture]}
     for key in MODEL_KEYS:
         for text in ODD:
-            assert refused_field(tmp_path, with_value(model, key, text)) in (None, "config.json", *MODEL_KEYS), key
+            field = refused_field(tmp_path, with_value(model, key, text))
+            assert field is None or field.partition(".")[0] in ("config", *MODEL_KEYS), key
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "rope_theta"):
         for text in (HUGE, f"[{HUGE}]", "[" * 900 + "]" * 900):
             assert refused_field(tmp_path, with_value(model, key, text)) == key

@@ -65,7 +65,7 @@ def test_bfloat16_of_paddle_is_bfloat16(tmp_path):
     path = tmp_path / "model_state.pdparams"
     paddle.save({"w": paddle.to_tensor([[1.0, -2.5]]).astype("bfloat16")}, str(path))
     with open_source(FolderSource(str(tmp_path))) as reader:
-        assert reader.pickled and reader.entries["w"].dtype == "BF16"
+        assert reader.has_pdparams and reader.entries["w"].dtype == "BF16"
         assert reader.read("w").tolist() == [[0x3F80, 0xC020]]
 
 

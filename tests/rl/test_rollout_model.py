@@ -93,7 +93,7 @@ def of_paddle(folder: Path, target: Path) -> Path:
     target.mkdir()
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", "transformers_version")}
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32", "source": "paddle"}))
     return target
 
 
@@ -107,6 +107,8 @@ def test_what_a_trainer_wrote_in_place_is_served_with_its_version(checkpoints, t
             tensor.set_value(state[name] * 1.5)
     step.mkdir()
     model.save_checkpoint(step)
+    assert not {"dtype", "source"} & json.loads((step / "config.json").read_text()).keys()
+    assert all(tensor.is_contiguous() for tensor in state.values()), "paddle.save would write another order"
     expected = {name: array * np.float32(1.5) for name, array in tensors_of(folder).items()}
     assert_same(tensors_of(step), expected)
     paddle.save(model.state_dict(), str(snapshot / "model_state.tp0.0.pdparams"))  # as FastDeploy's trainers do

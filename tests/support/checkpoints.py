@@ -34,7 +34,11 @@ class Spec:
 
     @property
     def model_type(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM").lower()
+        return MODEL_TYPES.get(self.architecture, self.architecture.removesuffix("ForCausalLM").lower())
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.model_type == "gemma3_text"
 
     @property
     def biases(self) -> str:
@@ -47,6 +51,7 @@ class Spec:
         return self.head_dim or self.hidden // self.heads
 
 
+MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text"}
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
 LLAMA3_ROPE = {
@@ -55,6 +60,27 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+# Windows are shorter than most prompts and contexts of the tests, and no multiple of a block of keys.
+GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 23,
+    "sliding_window_pattern": 2,
+    "rope_theta": 100000.0,
+    "rope_local_base_freq": 1000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
+GEMMA_NEW = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 70,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "attention_bias": True,
 }
 SPECS = {
     spec.name: spec
@@ -77,8 +103,12 @@ SPECS = {
         ),
         Spec("ernie", "Ernie4_5ForCausalLM", tied=True, head_dim=32, kv_heads=1, extra={"rope_theta": 5e5}, seed=9),
         Spec("ernie_bias", "Ernie4_5ForCausalLM", head_dim=24, extra={"use_bias": True}, shards=2, seed=11),
+        Spec("mistral", "MistralForCausalLM", head_dim=24, extra={"sliding_window": 33}, seed=9),
+        Spec("gemma", "Gemma3ForCausalLM", tied=True, head_dim=24, kv_heads=1, extra=GEMMA, seed=14),
+        Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
+        Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
     )
 }
 
@@ -108,36 +138,43 @@ def config_json(spec: Spec) -> dict[str, Any]:
 
 
 def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
-    """float32 tensors by name, from the spec's seed: norms around 1 and biases around 0, but not 1 and 0. Scales are
-    such that greedy choices are seldom near a tie, and do not repeat one token for ever (as tied weights like to)."""
+    """float32 tensors by name, from the spec's seed: norms multiply with values around 1, biases are around 0, but they
+    are not 1 and 0. Scales are such that greedy choices are seldom near a tie, and do not repeat one token for ever (as
+    tied weights like to)."""
     rng = np.random.default_rng(spec.seed)
 
     def normal(*shape: int, scale: float, mean: float = 0.0) -> np.ndarray:
         return (mean + scale * rng.standard_normal(shape)).astype(np.float32)
 
+    def norm(size: int, mean: float = 1.0) -> np.ndarray:  # Gemma multiplies with 1 + weight
+        return normal(size, scale=0.3, mean=mean - spec.is_gemma)
+
     hidden, q, kv = spec.hidden, spec.heads * spec.dim, spec.kv_heads * spec.dim
-    tensors = {"model.embed_tokens.weight": normal(spec.vocab, hidden, scale=0.2)}
+    # Gemma multiplies the embedding with sqrt(hidden); its last norm makes up for the small values of a tied embedding.
+    tensors = {"model.embed_tokens.weight": normal(spec.vocab, hidden, scale=0.04 if spec.is_gemma else 0.2)}
     for layer in range(spec.layers):
         p = f"model.layers.{layer}."
-        tensors[p + "input_layernorm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+        tensors[p + "input_layernorm.weight"] = norm(hidden)
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
             if name in spec.biases:
                 tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.model_type == "qwen3":
+        if spec.model_type == "qwen3" or spec.is_gemma:
             for name in "qk":
-                tensors[p + f"self_attn.{name}_norm.weight"] = normal(spec.dim, scale=0.3, mean=1.0)
+                tensors[p + f"self_attn.{name}_norm.weight"] = norm(spec.dim)
         tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
         if "o" in spec.biases:
             tensors[p + "self_attn.o_proj.bias"] = normal(hidden, scale=0.3)
-        tensors[p + "post_attention_layernorm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+        tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
+        for name in ("pre", "post") if spec.is_gemma else ():
+            tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)
         for name in ("gate", "up"):
             tensors[p + f"mlp.{name}_proj.weight"] = normal(spec.inner, hidden, scale=hidden**-0.5)
         tensors[p + "mlp.down_proj.weight"] = normal(hidden, spec.inner, scale=3 * spec.inner**-0.5)
         if spec.extra.get("mlp_bias") or spec.extra.get("use_bias"):
             for name, size in (("gate", spec.inner), ("up", spec.inner), ("down", hidden)):
                 tensors[p + f"mlp.{name}_proj.bias"] = normal(size, scale=0.3)
-    tensors["model.norm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+    tensors["model.norm.weight"] = norm(hidden, mean=6.0 if spec.is_gemma else 1.0)
     if not spec.tied:
         tensors["lm_head.weight"] = normal(spec.vocab, hidden, scale=0.4)
     return tensors

@@ -23,6 +23,7 @@ LEFT_OUT = (
     "rl/scoring",
     "rl/test_client_e2e.py",
     "rl/test_publish_e2e.py",
+    "rl/test_rollout_model.py",
     "rl/test_schedules.py",
     "rl/test_state_encoding.py",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -11,7 +12,7 @@ from msgspec import structs
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.plan import BlockCopy, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
-from support.checkpoints import SPECS, prompt
+from support.checkpoints import SPECS, prompt, write_checkpoint
 from support.step_driver import GREEDY, Driver, Sequence, fresh, sleep, update
 from support.torch_generation import save
 
@@ -77,6 +78,17 @@ def test_bits_do_not_depend_on_the_batch_or_the_chunk_size(name, make_runner):
     for chunk in (1, 7, 16, 64, None):
         together = driver.generate([_sequence(length) for length in lengths], 12, chunk)
         assert [s.trace for s in together] == alone, f"chunk size {chunk}"
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma"])
+def test_a_sliding_window_changes_exactly_what_is_longer(name, make_runner, tmp_path):
+    window = SPECS[name].extra["sliding_window"]
+    wide = replace(SPECS[name], extra=SPECS[name].extra | {"sliding_window": 500})
+    narrow, whole = make_runner(name), make_runner(write_checkpoint(tmp_path / name, wide))
+    within, beyond = ([_sequence(length)] for length in (window - 12, window + 12))
+    for sequences, equal in ((within, True), (beyond, False)):
+        traces = [Driver(runner).generate([fresh(s) for s in sequences], 12)[0].trace for runner in (narrow, whole)]
+        assert (traces[0] == traces[1]) == equal
 
 
 def test_a_sequence_that_joins_late_changes_no_other(make_runner):

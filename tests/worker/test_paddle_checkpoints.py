@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fastdeploy import LLM
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource, PartFormat
+from fastdeploy.rl.scoring import Scorer
 from support.checkpoints import SPECS, Spec, config_json, random_tensors, write_checkpoint, write_safetensors
 from support.paddle_checkpoints import paddle_tensors, write_paddle_checkpoint
 from support.step_driver import outputs, stage, update
@@ -62,6 +64,70 @@ def test_a_paddle_folder_makes_the_same_weights_at_the_start_and_as_an_update(ca
     update(from_paddle, ours[1])
     assert from_torch.fingerprint == from_paddle.fingerprint
     assert outputs(from_torch) == outputs(from_paddle) != expected
+
+
+def test_an_engine_started_from_one_layout_serves_the_other_after_an_update_call(checkpoints, tmp_path):
+    new = new_tensors(SPECS["ernie"])
+    theirs = write_paddle_checkpoint(
+        tmp_path / "paddle", replace(SPECS["ernie"], dtype="float32"), new, "paddle", "pdparams"
+    )
+    ours = write_checkpoint(tmp_path / "hf", SPECS["ernie"], new)
+    with LLM(str(checkpoints["ernie"]), num_gpu_blocks_override=16, max_model_len=128, dtype="float32") as llm:
+        reports = [llm.update_weights(str(folder)) for folder in (theirs, checkpoints["ernie"], ours)]
+        assert reports[0]["fingerprint"] == reports[2]["fingerprint"] != reports[1]["fingerprint"]
+        assert llm.weights(checksums=True)["checksums"] == {name: sha(array) for name, array in new.items()}
+
+
+@pytest.mark.parametrize("shape", ["[vocabulary, hidden]", "[hidden, vocabulary]"])
+def test_a_tied_head_may_come_in_both_shapes_and_must_equal_the_embedding(shape, make_runner, tmp_path):
+    runner, new = make_runner("ernie"), new_tensors(SPECS["ernie"])
+    head = new["model.embed_tokens.weight"]
+    head = head if shape == "[vocabulary, hidden]" else head.T
+    path = tmp_path / "upload"
+    for factor in (1, 2):
+        tensors = paddle_tensors(SPECS["ernie"], new) | {"lm_head.weight": np.ascontiguousarray(head * factor)}
+        write_safetensors(path, tensors)
+        staging = runner.begin_update(False, False)
+        if factor == 1:
+            staging.add(FileSource(str(path)), {}, form=PartFormat(layout="paddle"))
+            staging.finish()
+            staging.abandon()
+            continue
+        with pytest.raises(WeightUpdateRefused, match="differs from model.embed_tokens.weight"):
+            staging.add(FileSource(str(path)), {}, form=PartFormat(layout="paddle"))
+
+
+@pytest.mark.parametrize("layout", ["paddle", "paddleformers"])
+def test_a_square_head_is_read_as_the_writer_of_the_layout_keeps_it(layout, make_runner, tmp_path):
+    spec = replace(SPECS["qwen2"], shards=1, vocab=64)
+    right = make_runner(write_checkpoint(tmp_path / "hf", spec))
+    assert (
+        make_runner(write_paddle_checkpoint(tmp_path / "paddle", spec, fused=layout)).fingerprint == right.fingerprint
+    )
+
+
+def test_a_scorer_reads_a_paddle_folder(checkpoints, tmp_path):
+    folder = write_paddle_checkpoint(tmp_path / "paddle", SPECS["ernie_bias"], fused="paddleformers")
+    scorers = [Scorer(str(path), "float32") for path in (folder, checkpoints["ernie_bias"])]
+    found, wanted = ({name: tensor.numpy() for name, tensor in one.parameters.items()} for one in scorers)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_a_tensor_that_is_in_two_forms_or_has_too_few_bytes_is_refused(make_runner, tmp_path):
+    runner, spec = make_runner("ernie_bias"), SPECS["ernie_bias"]
+    path, form = tmp_path / "upload", PartFormat(layout="paddle")
+    fused, apart = (paddle_tensors(spec, new_tensors(spec), kind) for kind in ("paddle", ""))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    write_safetensors(path, fused | {name: apart[name]})
+    with pytest.raises(WeightUpdateRefused, match=r"k_proj.weight: .*has the values of .*qkv_proj.weight"):
+        runner.begin_update(True, False).add(FileSource(str(path)), {}, form=form)
+    write_safetensors(path, {name: apart[name][:1]}, float32="U16")
+    raw = path.read_bytes().replace(b"[1, 48]", b"[64,48]")
+    path.write_bytes(raw)
+    with pytest.raises(WeightUpdateRefused, match="do not make U16"):
+        runner.begin_update(True, False).add(FileSource(str(path)), {}, form=form)
 
 
 def test_a_square_weight_is_read_as_the_folder_says(make_runner, tmp_path):
@@ -131,6 +197,10 @@ def test_a_wrong_layout_is_refused_by_the_tensor_and_the_reason(layout, make_run
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(WeightUpdateRefused, match="config.json"):
         stage(runner, FolderSource(str(folder)))
+    path, tensors = tmp_path / "upload", paddle_tensors(spec, random_tensors(spec), "paddle")
+    write_safetensors(path, {name: array for name, array in tensors.items() if "qkv" in name})
+    with pytest.raises(WeightUpdateRefused, match=r"qkv_proj.\w+: .* is fused, .*chosen by no layout in the call"):
+        stage(runner, FileSource(str(path)), partial=True)
     assert runner.fingerprint == before
 
 
@@ -150,6 +220,12 @@ def test_a_folder_with_two_kinds_of_weights_and_a_snapshot_of_many_ranks_are_ref
     with pytest.raises(WeightUpdateRefused, match="only a snapshot of one rank"):
         stage(runner, FolderSource(str(folder)))
     (folder / "model_state.tp1.0.pdparams").rename(folder / "model_state.tp0.7.pdparams")
-    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too.
+    # A snapshot of FastDeploy lies beside the config of a Hugging Face folder, too. It may be a file of safetensors.
     (folder / "config.json").write_text(json.dumps(config_json(spec)))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    write_safetensors(folder / "model_state.tp0.7.pdparams", paddle_tensors(spec, random_tensors(spec), "paddle", True))
+    assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint
+    tensors = list(paddle_tensors(spec, random_tensors(spec), "paddle", True).items())
+    for i in range(2):
+        write_safetensors(folder / f"model_state.tp0.7.part{i}.pdparams", dict(tensors[i::2]))
     assert stage(runner, FolderSource(str(folder))).fingerprint == runner.fingerprint

@@ -23,7 +23,7 @@ PARTIAL = {
 
 
 @pytest.mark.parametrize("names", PARTIAL.values(), ids=PARTIAL.keys())
-@pytest.mark.parametrize("base", ["llama_tied", "qwen2_bf16"])
+@pytest.mark.parametrize("base", ["llama_tied", "qwen2_bf16", "gemma_biased"])
 def test_a_partial_update_equals_a_start_on_the_mixture(base, names, make_runner, part, fresh):
     spec = replace(SPECS[base], shards=1)
     runner, old, new = make_runner(base), random_tensors(spec), new_tensors(spec)

@@ -18,7 +18,7 @@ from support.step_driver import outputs, sleep, update, wake
 from worker.conftest import OPS
 from worker.new_weights import Tensors, new_tensors
 
-NAMES = ("qwen3_bf16", "qwen2_bf16")  # the second one ties its embedding
+NAMES = ("qwen3_bf16", "qwen2_bf16", "gemma_bf16")  # the last two tie their embedding
 Q = "model.layers.1.self_attn.q_proj.weight"
 Make = Callable[..., ModelRunner]
 

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "attention/tasks.h"
 #include "kernels.h"
@@ -48,19 +49,23 @@ struct KeyBlock {
 constexpr int64_t kWithScores = 3, kWithValues = 5;
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
-// partition keep their state.
+// partition keep their state, and rows that see no key before it get the state of the partition.
 static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, const SoftmaxState& later,
                          const SoftmaxState& state) {
   const int64_t padded = a.cache->dim_padded, rows = task.rows * task.kv_heads;
   for (int64_t r = 0; r < rows; r += 16) {
     const int64_t count = std::min<int64_t>(16, rows - r);
-    Mask sees = 0;
-    for (int64_t i = 0; i < count; ++i)
-      if (a.positions[token_of(a, task, (r + i) % task.rows)] >= begin) sees |= 1u << i;
+    Mask sees = 0, begins = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t position = a.positions[token_of(a, task, (r + i) % task.rows)];
+      if (position >= begin) sees |= 1u << i;
+      if (first_seen(a, position) >= begin) begins |= 1u << i;
+    }
     const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
     const Floats16 shrink = exp(mul(sub(old_best, best), set1(kLn2))),
                    weight = exp(mul(sub(later_best, best), set1(kLn2)));
-    const Floats16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
+    const Floats16 old_mass = load(state.mass + r), later_mass = load(later.mass + r);
+    const Floats16 mass = select(begins, later_mass, fma(old_mass, shrink, mul(later_mass, weight)));
     store(state.best + r, select(sees, best, old_best));
     store(state.mass + r, select(sees, mass, old_mass));
     alignas(64) float shrinks[16], weights[16];
@@ -69,6 +74,10 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
     for (int64_t i = 0; i < count; ++i) {
       if ((sees >> i & 1) == 0) continue;
       float *out = state.out + (r + i) * padded, *added = later.out + (r + i) * padded;
+      if ((begins >> i & 1) != 0) {
+        std::memcpy(out, added, static_cast<size_t>(padded) * 4);
+        continue;
+      }
       for (int64_t d = 0; d < padded; d += 16)
         store(out + d, fma(load(out + d), set1(shrinks[i]), mul(load(added + d), set1(weights[i]))));
     }
@@ -95,10 +104,10 @@ static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks) {
   parallel_for(tasks.count, kTasksPerMerge, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const Task& task = tasks.list[t];
-      if (task.partition != 0) continue;
+      if (task.partition != first_partition(task)) continue;
       const SoftmaxState first = tasks.partials.from(task.partial, padded);
-      for (int64_t i = 1; i < partitions(task.keys); ++i)
-        merge(a, task, i * kPartition, first.from(i * partial_rows(task), padded), first);
+      for (int64_t i = 1; i < partitions_of(task); ++i)
+        merge(a, task, (task.partition + i) * kPartition, first.from(i * partial_rows(task), padded), first);
       write_out(a, task, first);
     }
   });
@@ -135,8 +144,8 @@ class Worker {
       attend_afresh(task, first_key(task), next, partials.from(task.partial, padded_));
       return;
     }
-    attend_afresh(task, 0, next, work_.first);
-    for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
+    attend_afresh(task, task.first_key, next, work_.first);
+    for (int64_t begin = partition_end(task.first_key); begin < task.keys; begin += kPartition) {
       attend_afresh(task, begin, next, work_.later);
       merge(a_, task, begin, work_.later, work_.first);
     }
@@ -224,7 +233,8 @@ class Worker {
   }
 
   static int64_t first_key(const Task& task) {
-    return task.partition == kAllPartitions ? 0 : task.partition * kPartition;
+    return task.partition == kAllPartitions ? task.first_key
+                                            : std::max<int64_t>(task.first_key, task.partition * kPartition);
   }
 
   // Returns the keys that member i of a task reads from `begin` on.
@@ -233,9 +243,15 @@ class Worker {
     return {s, task.kv_head, begin, task.partition == kAllPartitions ? keys : std::min(keys, partition_end(begin))};
   }
 
+  // The same without keys that none of its rows sees.
+  Span own_span(const Task& task, int64_t i, int64_t begin) const {
+    return span_of(task, i, std::max(begin, first_block(a_, a_.starts[task.sequence + i])));
+  }
+
   void attend_afresh(const Task& task, int64_t begin, const Task& next, const SoftmaxState& state) {
     const int64_t rows = task.rows * task.kv_heads;
-    std::fill_n(state.best, rows, -INFINITY);
+    // Not -infinity: a block of which a row sees no key would give NaN.
+    std::fill_n(state.best, rows, std::numeric_limits<float>::lowest());
     std::fill_n(state.mass, rows, 0.0f);
     std::memset(state.out, 0, static_cast<size_t>(rows * padded_) * 4);
     attend_task(task, begin, next, state);
@@ -254,11 +270,11 @@ class Worker {
     int64_t row = 0;
     for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
       const int64_t rows = tokens_of(a_, task.sequence + i) * group;
-      const Span own = span_of(task, i, alone);
+      const Span own = own_span(task, i, alone);
       for (int64_t h = 0; h < task.kv_heads; ++h)
         copy_state(state.from(h * task.rows + row, padded_), rows, work_.member.from(h * rows, padded_));
       attend({own, std::min(own.end, end), task.kv_heads, query + row * padded_, 0, rows},
-             i + 1 < task.members ? span_of(task, i + 1, alone) : after, work_.member);
+             i + 1 < task.members ? own_span(task, i + 1, alone) : after, work_.member);
       for (int64_t h = 0; h < task.kv_heads; ++h)
         copy_state(work_.member.from(h * rows, padded_), rows, state.from(h * task.rows + row, padded_));
       row += rows;
@@ -271,14 +287,22 @@ class Worker {
     std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded_) * 4);
   }
 
-  // Adds the keys to `state`, and fetches the first of `then` at the end of the span. A row that sees no key becomes
-  // NaN.
+  // The r-th row may be one of a sequence behind that of the span, which shares its keys.
+  int64_t position_of(const Rows& rows, int64_t r) const {
+    return a_.positions[a_.cu_tokens[rows.span.sequence] + (rows.first + r) / group_size(a_)];
+  }
+
+  // Adds the keys to `state`, and fetches the first of `then` at the end of the span. A row that sees no key keeps its
+  // state.
   void attend(const Rows& rows, const Span& then, const SoftmaxState& state) {
     if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
     const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
-    // All rows see the keys before this one.
+    // All rows see the keys from all_from on that are before all_see.
     const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
+    int64_t all_from = 0;
+    if (a_.window > 0)
+      for (int64_t r = 0; r < rows.count; ++r) all_from = std::max(all_from, first_seen(a_, position_of(rows, r)));
     Units here(*this, rows.span, then), ahead = here;
     ahead.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
@@ -302,7 +326,7 @@ class Worker {
           ++unit;
         }
         products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
-        if (all_see < key + kKeyBlock) hide_unseen(rows, key, block.units);
+        if (all_see < key + kKeyBlock || key < all_from) hide_unseen(rows, key, block.units);
         const SoftmaxState of_head = state.from(h * rows.count, padded_);
         softmax(rows.count, block, of_head);
         products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
@@ -315,17 +339,19 @@ class Worker {
   // Scores of the block that begins with `key` become -infinity for keys that a row does not see, and for those behind
   // the units.
   void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
-    const int64_t start = a_.starts[rows.span.sequence] + 1 - key, group = group_size(a_);
     for (int64_t r = 0; r < rows.count; ++r) {
-      const int64_t visible = std::min(start + (rows.first + r) / group, units * kUnit);
-      for (int64_t u = std::max<int64_t>(visible, 0) / kUnit; u < kUnits; ++u) {
-        const int64_t left = visible - u * kUnit;
-        const Mask seen = left > 0 ? (1u << left) - 1 : 0;
+      const int64_t position = position_of(rows, r);
+      const int64_t first = first_seen(a_, position) - key, end = std::min(position + 1 - key, units * kUnit);
+      for (int64_t u = 0; u < kUnits; ++u) {
+        const Mask seen = lanes_before(end - u * kUnit) & ~lanes_before(first - u * kUnit);
+        if (seen == 0xffff) continue;
         float* score = work_.scores + r * kKeyBlock + u * kUnit;
         store(score, select(seen, load(score), set1(-INFINITY)));
       }
     }
   }
+
+  static Mask lanes_before(int64_t lane) { return lane <= 0 ? 0 : lane >= kUnit ? 0xffff : (1u << lane) - 1; }
 
   // Online softmax over one block, in powers of 2.
   void softmax(int64_t rows, const KeyBlock<Element>& block, const SoftmaxState& state) {

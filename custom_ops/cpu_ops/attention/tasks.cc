@@ -13,14 +13,16 @@ constexpr int64_t kFairShares = 64;
 // A task has all kv heads if it has no more than 1 / kFullShares of all keys then.
 constexpr int64_t kFullShares = 16;
 
-// Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common.
+// Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common: 0 if one of them sees none of
+// these any more.
 int32_t shared_keys(const AttentionArgs& a, int64_t s) {
   if (s + 1 >= a.sequences) return 0;
   const int32_t *mine = a.tables + s * a.table_width, *other = mine + a.table_width;
   const int64_t both = std::min(a.starts[s], a.starts[s + 1]), blocks = both / a.cache->block_size;
   int64_t same = 0;
   while (same < blocks && mine[same] == other[same]) ++same;
-  return static_cast<int32_t>(same * a.cache->block_size / kKeyBlock * kKeyBlock);
+  const int64_t keys = same * a.cache->block_size / kKeyBlock * kKeyBlock;
+  return first_block(a, std::max(a.starts[s], a.starts[s + 1])) < keys ? static_cast<int32_t>(keys) : 0;
 }
 
 // Neighbouring sequences [begin, end) and the keys that they share: 0 for a single one.
@@ -58,6 +60,9 @@ Task piece_at(const AttentionArgs& a, const Group& group, int64_t size, int64_t 
   for (int64_t i = 0; i < members - 1; ++i)
     task.keys = std::max(task.keys, a.positions[a.cu_tokens[sequence + i + 1] - 1] + 1);
   task.keys = std::max(task.keys, a.positions[token_of(a, task, task.rows - 1)] + 1);
+  int64_t earliest = a.starts[sequence] + first_row / size;
+  for (int64_t i = 1; i < members; ++i) earliest = std::min<int64_t>(earliest, a.starts[sequence + i]);
+  task.first_key = static_cast<int32_t>(first_block(a, earliest));
   task.partition = kAllPartitions;
   return task;
 }
@@ -85,7 +90,7 @@ Tasks make_tasks(const AttentionArgs& a) {
     const int64_t tokens = tokens_of(a, s), keys = a.starts[s] + tokens;
     const int64_t tasks = (tokens * group_size(a) + kQueryRows - 1) / kQueryRows * heads;
     room += tasks * partitions(keys);
-    all_keys += tasks * keys;
+    all_keys += tasks * (keys - first_block(a, a.starts[s]));
   }
   const size_t list_bytes = static_cast<size_t>(room) * sizeof(Task);
   char* memory = static_cast<char*>(scratch(kScratchTasks, list_bytes + static_cast<size_t>(a.sequences) * 4));
@@ -100,9 +105,9 @@ Tasks make_tasks(const AttentionArgs& a) {
     int64_t most = 1;  // partitions of a piece that may be split
     bool full = true;  // whether each task has all kv heads
     for_pieces(a, group, [&](const Task& piece) {
-      const int64_t least = std::min<int64_t>(piece.keys, kPartition);
+      const int64_t keys = piece.keys - piece.first_key, least = std::min<int64_t>(keys, kPartition);
       full = full && piece.rows * heads <= kQueryRows && least * heads <= all_keys / kFullShares;
-      if (piece.keys * heads > all_keys / kFairShares) most = std::max(most, partitions(piece.keys));
+      if (keys * heads > all_keys / kFairShares) most = std::max(most, partitions_of(piece));
     });
     const int64_t together = full ? heads : 1;
     int64_t end = partials;
@@ -110,12 +115,13 @@ Tasks make_tasks(const AttentionArgs& a) {
       end = partials;
       for_pieces(a, group, [&](Task task) {
         task.kv_heads = static_cast<int32_t>(together);
-        const bool split = task.keys > kPartition && task.keys * together > all_keys / kFairShares;
-        const int64_t parts = split ? partitions(task.keys) : 1;
+        const bool large = (task.keys - task.first_key) * together > all_keys / kFairShares;
+        const int64_t parts = large ? partitions_of(task) : 1;
+        const bool split = parts > 1;
         for (int64_t head = 0; head < heads; head += together) {
           task.kv_head = static_cast<int32_t>(head);
           if (split) {
-            task.partition = static_cast<int32_t>(partition);
+            task.partition = static_cast<int32_t>(first_partition(task) + partition);
             task.partial = static_cast<int32_t>(end + partition * partial_rows(task));
             end += parts * partial_rows(task);
           }

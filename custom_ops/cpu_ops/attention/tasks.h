@@ -1,6 +1,7 @@
 // Attention cut into tasks: which rows of which sequences read which keys together.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels.h"
@@ -20,12 +21,16 @@ constexpr int64_t kPartition = 1024;
 static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
 constexpr int32_t kAllPartitions = -1;
 
+// With a window, a task begins with the first block of 64 keys of which one of its rows sees a key. A block of which a
+// row sees no key leaves its sums as they are, to the bit. So the bits of a row do not depend on where its task begins.
+//
 // If `members` is above 1, the task has all rows of so many neighbouring sequences, whose first `shared` keys are the
 // same blocks of the cache (choices that share a prompt). The task reads these keys only once.
 // A task with several kv heads reads them block by block: they lie side by side in the cache. It has `rows` for each.
 struct Task {
   int32_t sequence, kv_head, kv_heads, first_row, rows, members, shared;
-  int32_t keys;       // number of keys that the last of its rows sees
+  int32_t first_key;  // where its first block of keys begins
+  int32_t keys;       // where the keys that its rows see end
   int32_t partition;  // number of the partition, or kAllPartitions
   int32_t partial;    // unless kAllPartitions: its first row in the partial results, kv head by kv head; partitions of
                       // the same rows follow each other there
@@ -64,10 +69,25 @@ static inline int64_t tokens_of(const AttentionArgs& a, int64_t sequence) {
   return a.cu_tokens[sequence + 1] - a.cu_tokens[sequence];
 }
 
+// Returns the first key that a row at this position sees.
+static inline int64_t first_seen(const AttentionSpec& a, int64_t position) {
+  return a.window == 0 ? 0 : std::max<int64_t>(0, position - a.window + 1);
+}
+
+// Returns the beginning of the block of that key.
+static inline int64_t first_block(const AttentionSpec& a, int64_t position) {
+  return first_seen(a, position) / kKeyBlock * kKeyBlock;
+}
+
 static inline int64_t partitions(int64_t keys) { return (keys + kPartition - 1) / kPartition; }
 
 // Returns the end of the partition of `key`.
 static inline int64_t partition_end(int64_t key) { return (key / kPartition + 1) * kPartition; }
+
+static inline int64_t first_partition(const Task& task) { return task.first_key / kPartition; }
+
+// Returns the number of partitions of which the task reads keys.
+static inline int64_t partitions_of(const Task& task) { return partitions(task.keys) - first_partition(task); }
 
 // Rows of the result of one partition of the task.
 static inline int64_t partial_rows(const Task& task) { return (task.rows * task.kv_heads + 15) / 16 * 16; }

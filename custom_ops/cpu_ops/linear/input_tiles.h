@@ -109,9 +109,10 @@ static inline void store_products(int64_t m, const Weight& w, float* out, bool a
   }
 }
 
-// Fills `inner` with silu(gate) * up, where products (see above) computes both halves of `w`.
+// Fills `inner` with activation(gate) * up, where products (see above) computes both halves of `w`.
 template <typename Products>
-static inline void gate_products(int64_t m, const Weight& w, const InputTiles& inner, const Products& products) {
+static inline void gate_products(int64_t m, const Weight& w, const InputTiles& inner, Activation activation,
+                                 const Products& products) {
   const int64_t half_tiles = w.n / 2 / kColumns;
   const auto put = [&](int64_t row, int64_t tile, __m256i values) {
     char* to = inner.row(row) + tile / 2 * inner.step() + tile % 2 * 32;
@@ -120,7 +121,8 @@ static inline void gate_products(int64_t m, const Weight& w, const InputTiles& i
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
   const auto finish = [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
+    const __m512 left = activation == kGeluTanh ? approximate_gelu_tanh(gate.v) : approximate_silu(gate.v);
+    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(left, up.v)));
   };
   products(Halves{half_tiles}, finish, [](int64_t, int64_t) {});
 }

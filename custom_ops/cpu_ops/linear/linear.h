@@ -23,10 +23,10 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 // out [m, n] = input @ w.T + bias + adapters; with `accumulate`, the result is added to out.
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate);
 
-// Computes silu(input @ gate.T) * (input @ up.T), with biases and adapters, as the input of `next`. The weight packs
-// gate, then up, each of whole column tiles.
+// Computes activation(input @ gate.T) * (input @ up.T), with biases and adapters, as the input of `next`. The weight
+// packs gate, then up, each of whole column tiles.
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& gate_up, const LoraRows& loras,
-                           const Weight& next);
+                           Activation activation, const Weight& next);
 
 // Pairs of column tiles that are computed together: neighbours, of which the last may be alone; or the same tile of
 // both halves.
@@ -60,6 +60,10 @@ static inline float norm_factor(const float* x, int64_t h, float eps) {
   }
   const float sum = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   return 1.0f / std::sqrt(sum / static_cast<float>(h) + eps);
+}
+
+static inline Floats16 activated(Activation activation, Floats16 x) {
+  return activation == kGeluTanh ? gelu_tanh(x) : silu(x);
 }
 
 // Adds bias and adapter to a product.

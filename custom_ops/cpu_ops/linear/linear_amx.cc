@@ -288,9 +288,9 @@ void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, 
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
-                           const Weight& next) {
+                           Activation activation, const Weight& next) {
   const InputTiles inner = new_tiles(slot, input.m, next);
-  gate_products(input.m, w, inner, [&](auto... how) { for_all_pairs(input, w, loras, how...); });
+  gate_products(input.m, w, inner, activation, [&](auto... how) { for_all_pairs(input, w, loras, how...); });
   return {inner.data, input.m};
 }
 

@@ -12,7 +12,7 @@ struct LinearKernels {
   LinearInput (*make_input)(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w);
   void (*multiply)(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate);
   LinearInput (*multiply_gated)(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
-                                const Weight& next);
+                                Activation activation, const Weight& next);
 };
 
 namespace avx2 {

@@ -23,13 +23,24 @@ static inline __m512 approximate_exp2(__m512 x, __mmask16 wanted) {
   return _mm512_maskz_scalef_ps(wanted, p, n);
 }
 
-// x / (1 + e^-x), within 1e-5.
-static inline __m512 approximate_silu(__m512 x) {
-  const __m512 wanted = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
-  const __m512 t = _mm512_min_ps(_mm512_max_ps(wanted, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
+// x / (1 + 2^power).
+static inline __m512 approximate_gate(__m512 x, __m512 power) {
+  const __m512 t = _mm512_min_ps(_mm512_max_ps(power, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
   const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), approximate_exp2(t, 0xffff));
   const __m512 guess = _mm512_rcp14_ps(d);
   return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(d, guess, _mm512_set1_ps(2.0f))));
+}
+
+// x / (1 + e^-x), within 1e-5.
+static inline __m512 approximate_silu(__m512 x) {
+  return approximate_gate(x, _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+}
+
+// gelu_tanh of simd.h, within 2e-5 where the result is above 1e-30.
+static inline __m512 approximate_gelu_tanh(__m512 x) {
+  const __m512 factor =
+      _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-1.02943240e-1f), _mm512_set1_ps(-2.30220819f));
+  return approximate_gate(x, _mm512_mul_ps(x, factor));
 }
 
 }  // namespace FD_ISA

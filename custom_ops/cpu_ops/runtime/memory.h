@@ -26,6 +26,7 @@ enum ScratchSlot {
   kScratchAttended,
   kScratchPartial,
   kScratchGateUp,
+  kScratchOutput,
   kScratchQuery,
   kScratchTasks,
   kScratchTask,

@@ -230,5 +230,11 @@ static inline Floats16 exp2(Floats16 x) {
 
 static inline Floats16 silu(Floats16 x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
+// x / 2 * (1 + tanh(y / 2)) = x / (1 + e^-y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+static inline Floats16 gelu_tanh(Floats16 x) {
+  const Floats16 y = mul(x, fma(mul(x, x), set1(7.13548163e-2f), set1(1.59576912f)));
+  return div(x, add(set1(1.0f), exp(sub(zero(), y))));
+}
+
 }  // namespace FD_ISA
 }  // namespace fd

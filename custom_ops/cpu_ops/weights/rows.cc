@@ -240,22 +240,23 @@ T* element(const Weight& w, int64_t row, int64_t k) {
   return sizeof(T) == 2 ? tile + k / 2 * 32 + row % kColumns * 2 + k % 2 : tile + k * kColumns + row % kColumns;
 }
 
+// Values [n, columns] of the columns from `column` on.
 template <typename T>
-void pack_values(Weight& w, int64_t first, int64_t n, const char* values) {
-  const int64_t row_bytes = w.k * static_cast<int64_t>(sizeof(T));
+void pack_values(Weight& w, int64_t first, int64_t n, int64_t column, int64_t columns, const char* values) {
+  const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(T));
   const int64_t whole = row_bytes / kTileRowBytes;  // tiles along k
   for (int64_t i = 0; i < n;) {
     const char* row = values + i * row_bytes;
     const bool tile = (first + i) % kColumns == 0 && n - i >= kColumns;
     const int64_t rows = tile ? kColumns : 1;
     if (tile) {
-      char* out = reinterpret_cast<char*>(element<T>(w, first + i, 0));
+      char* out = reinterpret_cast<char*>(element<T>(w, first + i, column));
       for (int64_t t = 0; t < whole; ++t)
         transpose<true>(row + t * kTileRowBytes, row_bytes, out + t * kTileRowBytes * kColumns, kTileRowBytes);
     }
     const int64_t edge = tile ? whole * kTileRowBytes / static_cast<int64_t>(sizeof(T)) : 0;
-    for (int64_t k = edge; k < w.k; ++k)
-      for (int64_t r = 0; r < rows; ++r) *element<T>(w, first + i + r, k) = load_at<T>(row + r * row_bytes, k);
+    for (int64_t k = edge; k < columns; ++k)
+      for (int64_t r = 0; r < rows; ++r) *element<T>(w, first + i + r, column + k) = load_at<T>(row + r * row_bytes, k);
     i += rows;
   }
   _mm_sfence();  // other threads see what was written past the caches
@@ -283,9 +284,48 @@ void unpack_values(const Weight& w, int64_t first, int64_t n, char* values) {
   }
 }
 
-void pack(Weight& w, int64_t first, int64_t n, const void* values) {
+void pack_block(Weight& w, int64_t first, int64_t n, int64_t column, int64_t columns, const void* values) {
   const char* from = static_cast<const char*>(values);
-  w.bf16 ? pack_values<uint16_t>(w, first, n, from) : pack_values<uint32_t>(w, first, n, from);
+  w.bf16 ? pack_values<uint16_t>(w, first, n, column, columns, from)
+         : pack_values<uint32_t>(w, first, n, column, columns, from);
+}
+
+void pack(Weight& w, int64_t first, int64_t n, const void* values) { pack_block(w, first, n, 0, w.k, values); }
+
+// Words of 4 bytes of 16 rows of the source: floats, or the pairs of bfloat16 of two of its rows.
+template <typename T>
+void gather_words(const char* in, int64_t in_bytes, uint32_t* words) {
+  for (int64_t i = 0; i < kTileWords; ++i, words += kTileWords) {
+    if (sizeof(T) == 4) {
+      std::memcpy(words, in + i * in_bytes, kTileRowBytes);
+      continue;
+    }
+    const char *even = in + 2 * i * in_bytes, *odd = even + in_bytes;
+    for (int64_t n = 0; n < kTileWords; ++n)
+      words[n] = load_at<uint16_t>(even, n) | static_cast<uint32_t>(load_at<uint16_t>(odd, n)) << 16;
+  }
+}
+
+template <typename T>
+void transpose_values(const char* values, int64_t rows, int64_t columns, char* out) {
+  constexpr int64_t kSize = sizeof(T), kTileColumns = kTileRowBytes / kSize;
+  const int64_t whole_rows = rows / kTileWords * kTileWords, whole_columns = columns / kTileColumns * kTileColumns;
+  alignas(64) uint32_t words[kTileWords * kTileWords];
+  for (int64_t c = 0; c < whole_columns; c += kTileColumns)
+    for (int64_t r = 0; r < whole_rows; r += kTileWords) {
+      gather_words<T>(values + (c * rows + r) * kSize, rows * kSize, words);
+      transpose<false>(reinterpret_cast<const char*>(words), kTileRowBytes, out + (r * columns + c) * kSize,
+                       columns * kSize);
+    }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c)
+      std::memcpy(out + (r * columns + c) * kSize, values + (c * rows + r) * kSize, kSize);
+}
+
+void transpose_block(bool bf16, const void* values, int64_t rows, int64_t columns, void* out) {
+  const char* from = static_cast<const char*>(values);
+  char* to = static_cast<char*>(out);
+  bf16 ? transpose_values<uint16_t>(from, rows, columns, to) : transpose_values<uint32_t>(from, rows, columns, to);
 }
 
 void unpack(const Weight& w, int64_t first, int64_t n, void* values) {
@@ -295,7 +335,7 @@ void unpack(const Weight& w, int64_t first, int64_t n, void* values) {
 
 }  // namespace
 
-extern const RowKernels kRowKernels = {convert, check, pack, unpack};
+extern const RowKernels kRowKernels = {convert, check, transpose_block, pack_block, pack, unpack};
 
 }  // namespace FD_ISA
 }  // namespace fd

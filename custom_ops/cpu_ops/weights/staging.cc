@@ -29,6 +29,8 @@ namespace fd {
 namespace {
 
 constexpr int64_t kPieceBytes = 256 << 10;  // source and result fit L2
+// A block of a view: runs of 2 KiB of bfloat16 are read, and sums of 256 values are made.
+constexpr int64_t kBlockRows = 1024, kBlockColumns = 256;
 
 void add(StageResult& total, const StageResult& piece) {
   for (int s = 0; s < 2; ++s) total.fingerprint.sums[s] += piece.fingerprint.sums[s];
@@ -140,7 +142,7 @@ class ReadAhead {
       : items_(items), pieces_(pieces), missing_(pieces.size()) {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const StageItem& item = items[pieces[i].item];
-      if (item.memory != nullptr) continue;
+      if (item.memory != nullptr || bytes(pieces[i]) == 0) continue;
       const int64_t cached = cached_pages(item.fd, offset(pieces[i]), bytes(pieces[i]));
       missing_[i] = cached < bytes(pieces[i]) / kPageBytes;
       if (missing_[i] && cached >= 0) ++on_disk_;
@@ -158,10 +160,16 @@ class ReadAhead {
   static constexpr size_t kAhead = (64 << 20) / kPieceBytes;  // of a disk that reads 1 GB/s, the work of 60 ms
   static constexpr int64_t kPageBytes = 4096;
 
-  int64_t bytes(const Piece& piece) const { return piece.count * items_[piece.item].unit_bytes(); }
+  // Of a view, the first block of some columns stands for all that the source has of them.
+  int64_t bytes(const Piece& piece) const {
+    const StageItem& item = items_[piece.item];
+    if (item.stride == 0) return piece.count * item.unit_bytes();
+    return piece.first == 0 ? ((piece.columns - 1) * item.stride + piece.count) * bytes_of(item.kind) : 0;
+  }
 
   int64_t offset(const Piece& piece) const {
     const StageItem& item = items_[piece.item];
+    if (item.stride != 0) return item.offset + item.viewed(piece.first, piece.first_column) * bytes_of(item.kind);
     return item.offset + piece.first * item.unit_bytes();
   }
 
@@ -177,6 +185,58 @@ class ReadAhead {
   size_t on_disk_ = 0;
 };
 
+// The problem of values that are not all finite in the dtype of the ops.
+Problem problem_of(bool bf16, Kind kind, const char* source, int64_t n) {
+  // Only the rounding of float32 to bfloat16 makes a finite value infinite.
+  Fingerprint unused = {};
+  const bool rounded = bf16 && kind == Kind::kF32 && row_kernels().check(false, source, 0, n, unused);
+  return rounded ? Problem::kTooLarge : Problem::kNotFinite;
+}
+
+// Appends the blocks of a view, those of the same columns one after the other.
+void cut_view(const StageItem& item, int64_t index, std::vector<Piece>& pieces) {
+  const Region& region = item.region;
+  for (int64_t column = 0; column < region.columns; column += kBlockColumns)
+    for (int64_t first = 0; first < region.rows;) {
+      // A block ends where a run ends, and where a column tile of the weight ends.
+      const int64_t aligned = first + kBlockRows - (region.first_row + first) % kColumns;
+      const int64_t next = std::min({region.rows, aligned, (first / item.run + 1) * item.run});
+      pieces.push_back({index, first, next - first, column, std::min(kBlockColumns, region.columns - column)});
+      first = next;
+    }
+}
+
+StageResult stage_block(bool bf16, const StageItem& item, const Piece& block) {
+  const Region& region = item.region;
+  const RowKernels& kernels = row_kernels();
+  const int64_t n = block.count * block.columns, width = bytes_of(item.kind), size = bf16 ? 2 : 4;
+  char* source = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(n * width)));
+  const int64_t at_once = block.count == item.stride ? block.columns : 1;  // columns, which are adjacent then
+  StageResult result = {};
+  for (int64_t c = 0; c < block.columns && result.problem == Problem::kNone; c += at_once)
+    result = read(item, item.viewed(block.first, block.first_column + c) * width, at_once * block.count * width,
+                  source + c * block.count * width);
+  if (result.problem != Problem::kNone) return result;
+  char* values = source;
+  if (item.kind != (bf16 ? Kind::kBf16 : Kind::kF32)) {
+    values = static_cast<char*>(scratch(kScratchInner, static_cast<size_t>(n * size)));
+    kernels.convert(item.kind, source, n, bf16, values);
+  }
+  char* rows = static_cast<char*>(scratch(kScratchQkv, static_cast<size_t>(n * size)));
+  kernels.transpose(bf16, values, block.count, block.columns, rows);
+  bool finite = true;
+  for (int64_t r = 0; r < block.count; ++r)
+    finite &= kernels.check(bf16, rows + r * block.columns * size,
+                            (block.first + r) * region.columns + block.first_column, block.columns, result.fingerprint);
+  if (!finite) {
+    result.problem = problem_of(bf16, item.kind, source, n);
+    return result;
+  }
+  kernels.pack_block(*region.linear, region.first_row + block.first, block.count, block.first_column, block.columns,
+                     rows);
+  return result;
+}
+
 StageResult stage_piece(bool bf16, const StageItem& item, int64_t first, int64_t count) {
   const Region& region = item.region;
   const RowKernels& kernels = row_kernels();
@@ -190,10 +250,7 @@ StageResult stage_piece(bool bf16, const StageItem& item, int64_t first, int64_t
     kernels.convert(item.kind, source, n, bf16, values);
   }
   if (!kernels.check(bf16, values, value, n, result.fingerprint)) {
-    // Only the rounding of float32 to bfloat16 makes a finite value infinite.
-    Fingerprint unused = {};
-    const bool rounded = bf16 && item.kind == Kind::kF32 && kernels.check(false, source, 0, n, unused);
-    result.problem = rounded ? Problem::kTooLarge : Problem::kNotFinite;
+    result.problem = problem_of(bf16, item.kind, source, n);
   } else if (region.linear != nullptr) {
     kernels.pack(*region.linear, region.first_row + first, count, values);
   } else if (region.vector != nullptr) {
@@ -248,11 +305,13 @@ void stage(bool bf16, const StageItem* items, int64_t count, const int32_t* stop
     return std::tie(items[a].fd, items[a].offset) < std::tie(items[b].fd, items[b].offset);
   });
   std::vector<Piece> pieces;
-  for (const int64_t i : order) cut(items[i].region, i, bytes_of(items[i].kind), pieces);
+  for (const int64_t i : order)
+    items[i].stride != 0 ? cut_view(items[i], i, pieces) : cut(items[i].region, i, bytes_of(items[i].kind), pieces);
   const ReadAhead ahead(items, pieces);
   const auto body = [&](const Piece& piece) {
     ahead.reached(static_cast<size_t>(&piece - pieces.data()));
-    return stage_piece(bf16, items[piece.item], piece.first, piece.count);
+    const StageItem& item = items[piece.item];
+    return item.stride != 0 ? stage_block(bf16, item, piece) : stage_piece(bf16, item, piece.first, piece.count);
   };
   work_off(pieces, stop, results, body, ahead.on_disk());
 }

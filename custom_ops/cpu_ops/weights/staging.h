@@ -28,17 +28,22 @@ struct Region {
   int64_t size() const { return rows * columns; }
 };
 
-// StageItem of ops/interface.py. memory: null, or all of an array of `memory_bytes`.
+// StageItem of ops/interface.py. memory: null, or all of an array of `memory_bytes`. stride, run, step: of a View,
+// whose region is a linear; 0 = none.
 struct StageItem {
   Region region;
   Kind kind;
   int64_t offset, fd;
   const char* memory;
   int64_t memory_bytes;
+  int64_t stride, run, step;
 
   // Values, and bytes of the source, that one count of a piece stands for: a row of a linear, or a value.
   int64_t unit() const { return region.linear != nullptr ? region.columns : 1; }
   int64_t unit_bytes() const { return unit() * bytes_of(kind); }
+
+  // The index in the source of (row, column) of a view.
+  int64_t viewed(int64_t row, int64_t column) const { return column * stride + row / run * step + row % run; }
 };
 
 // DeltaItem of ops/interface.py.
@@ -54,9 +59,11 @@ struct StageResult {
   int64_t error;  // errno
 };
 
-// A part of an item for one thread. What first and count count is up to the work.
+// A part of an item for one thread. What first and count count is up to the work. Of a view, a piece is a block: these
+// columns of `count` rows.
 struct Piece {
   int64_t item, first, count;
+  int64_t first_column = 0, columns = 0;
 };
 
 // Appends the pieces of a region, of about 256 KiB: values; or, of a linear, rows. Pieces of one region have no column
@@ -83,6 +90,11 @@ struct RowKernels {
   void (*convert)(Kind kind, const void* source, int64_t n, bool bf16, void* values);
   // Adds the fingerprint of the values [first, first + n) of a tensor. Returns whether all are finite.
   bool (*check)(bool bf16, const void* values, int64_t first, int64_t n, Fingerprint& sum);
+  // out [rows, columns] = values [columns, rows], transposed. `columns` is even, or all columns of a weight.
+  void (*transpose)(bool bf16, const void* values, int64_t rows, int64_t columns, void* out);
+  // Copies values [n, columns] to the columns from `first_column` on of the rows [first, first + n) of a weight. Writes
+  // no other element. first_column is even.
+  void (*pack_block)(Weight& w, int64_t first, int64_t n, int64_t first_column, int64_t columns, const void* values);
   // Copies between values [n, w.k] and rows [first, first + n) of a weight. Writes no other element.
   void (*pack)(Weight& w, int64_t first, int64_t n, const void* values);
   void (*unpack)(const Weight& w, int64_t first, int64_t n, void* values);

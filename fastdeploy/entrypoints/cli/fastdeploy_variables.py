@@ -58,7 +58,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "the number and length of stop sequences have other limits": "FD_MAX_STOP_SEQS_NUM FD_STOP_SEQS_MAX_LEN",
     "the tokenizer is that of transformers": "FD_USE_HF_TOKENIZER",
     "`--max-connections` is the limit": "FD_SUPPORT_MAX_CONNECTIONS",
-    "the layout of a checkpoint is found by its content": "FD_FOR_TORCH_MODEL_FORMAT",
+    "config.json tells the layout of a checkpoint": "FD_FOR_TORCH_MODEL_FORMAT",
     "quantized weights are made at each load": "FD_ENABLE_MODEL_LOAD_CACHE",
     "the end of reasoning is the template's": "FD_LIMIT_THINKING_CONTENT_TRUNCATE_STR",
     "requests hold text only": "ENCODE_FEATURE_BOS_AK ENCODE_FEATURE_BOS_SK ENCODE_FEATURE_ENDPOINT",

@@ -33,7 +33,7 @@ def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
     after all flags."""
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     add = parser.add_argument
-    add("--model", metavar="PATH", help="Hugging Face folder; without it the embedded model is served")
+    add("--model", metavar="PATH", help="folder of Hugging Face or Paddle; without it the embedded model is served")
     add("--served-model-name", metavar="NAME", help="the model's name in requests and replies (the folder's name)")
     text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
     add("--model-root", action="append", metavar="PATH", help=text)
@@ -79,7 +79,7 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     model = os.path.abspath(given_model or MODEL_DIR)
     if not os.path.isfile(os.path.join(model, "config.json")):
         hint = "" if os.path.isdir(model) else "; nothing is downloaded"
-        raise InvalidField("model", f"expected a Hugging Face folder with a config.json, got {model!r}{hint}")
+        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}{hint}")
     name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
     any_path = ["/"] if is_loopback(args.host) else []
     roots = any_path if args.model_root is None else args.model_root

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import VERSION
-from fastdeploy.entrypoints.cli import bench, chat, check, collect_env, complete, fleet, serve, tokenizer
+from fastdeploy.entrypoints.cli import bench, chat, check, collect_env, complete, fleet, run_batch, serve, tokenizer
 from fastdeploy.entrypoints.cli.command import Command, Context
 from fastdeploy.entrypoints.cli.settings import SettingsParser, named_source
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
-COMMANDS: tuple[Command, ...] = (serve, fleet, check, bench, chat, complete, tokenizer, collect_env)
+COMMANDS: tuple[Command, ...] = (serve, fleet, check, bench, run_batch, chat, complete, tokenizer, collect_env)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, NoReturn
 from fastdeploy.entrypoints.cli.fastdeploy_flags import FLAGS, REFUSED_VALUES, VALUES
 from fastdeploy.entrypoints.cli.foreign import Foreign, Form, Verdict
 
-PREFIX = "FASTDEPLOY_"
+PREFIX, CONFIG = "FASTDEPLOY_", "FASTDEPLOY_CONFIG"
 DEFAULT = "default"
 # Not settings, though a flag has the name: these variables hold the keys themselves, and are read with the keys.
 OTHER_MEANING = ("FASTDEPLOY_API_KEY", "FASTDEPLOY_CONTROL_KEY")
 SECRET = ("api_key", "control_key", "fleet_key_file")
-NOT_SETTINGS = ("help", "config", "folder", "json")
+NOT_SETTINGS = ("help", "config", "folder", "json", "input_file", "output_file", "output_tmp_dir")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 FOREIGN = {row.name: row for row in FLAGS if row.form is not Form.OURS}
 
@@ -45,8 +45,8 @@ class Layer(NamedTuple):
 
 class SettingsParser(argparse.ArgumentParser):
     """A parser whose flags may stand in a file and in the environment too, once :meth:`take_settings` was called. The
-    namespace has ``sources``: from the name of each setting to its source; and ``without_effect``: the flags of
-    FastDeploy that were given and change nothing."""
+    namespace has ``sources``: from the name of each setting to its source; ``without_effect``: the flags of FastDeploy
+    that were given and change nothing; and ``argv``: the words of the command line."""
 
     _settings: Mapping[str, argparse.Action] | None = None
 
@@ -67,6 +67,7 @@ class SettingsParser(argparse.ArgumentParser):
         given, rest = super().parse_known_args([_with_dashes(arg) for arg in args], unset)
         found = {name: value for name, value in vars(given).items() if value is not _UNSET}
         namespace = argparse.Namespace() if namespace is None else namespace
+        namespace.argv = list(args)
         namespace.__dict__.update({name: found.pop(name) for name in self._defaults if name in found})
         try:
             self._merge(found, namespace)
@@ -79,7 +80,7 @@ class SettingsParser(argparse.ArgumentParser):
         values = {action.dest: action.default for action in self._actions if action.dest not in ("help", "config")}
         values = {name: value for name, value in values.items() if not name.startswith("fastdeploy:")}
         sources, ranks, without_effect = dict.fromkeys(settings, DEFAULT), dict.fromkeys(values, -1), []
-        path = given.pop("config", None) or os.environ.get(PREFIX + "CONFIG")
+        path = given.pop("config", None) or os.environ.get(CONFIG)
         layers = [] if path is None else [_of_file(path, settings)]
         layers += [_of_environment(os.environ, settings), _of_flags(given, settings)]
         for rank, layer in enumerate(layers):

@@ -3,7 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.model_config import ModelConfig
-from fastdeploy.model_executor.ops.interface import AttentionBlock, AttentionSpec, Block, MlpBlock
-from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
+from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
+from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
+from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, linear, vector
 
 
 class Rope(NamedTuple):
@@ -35,9 +36,25 @@ def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
 
 
 @dataclass(frozen=True)
+class ByLayer:
+    """The builder of one block of every layer, where layers differ. builders: one for each layer."""
+
+    builders: Sequence[BlockBuilder]
+
+    def parameters(self, layer: int) -> list[Parameter]:
+        """See ``BlockBuilder.parameters``."""
+        return self.builders[layer].parameters(layer)
+
+    def build(self, values: Mapping[str, Value], layer: int) -> Block:
+        """See ``BlockBuilder.build``."""
+        return self.builders[layer].build(values, layer)
+
+
+@dataclass(frozen=True)
 class Attention:
-    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved: see
-    ``AttentionSpec``."""
+    """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved, window: see
+    ``AttentionSpec``. scale: of the scores; None: 1 / sqrt(head_dim). post_norm: the name of the norm of what is added
+    to the residual, "" for none."""
 
     config: ModelConfig
     rope: Rope
@@ -45,6 +62,9 @@ class Attention:
     o_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
+    window: int = 0
+    scale: float | None = None
+    post_norm: str = ""
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
@@ -58,47 +78,63 @@ class Attention:
         ]
         if self.qk_norm:
             found += [vector(f"{key}{x}_norm", f"{prefix}self_attn.{x}_norm.weight", c.head_dim) for x in "qk"]
+        if self.post_norm:
+            found.append(vector(key + "attention_out_norm", f"{prefix}{self.post_norm}.weight", c.hidden_size))
         return found
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
         c, key = self.config, f"layers.{layer}."
+
+        def norm(name: str, there: bool = True) -> paddle.Tensor | None:
+            return norm_weight(c, values[key + name]) if there else None
+
         spec = AttentionSpec(
             layer=layer,
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=c.head_dim,
-            scale=c.head_dim**-0.5,
+            scale=c.head_dim**-0.5 if self.scale is None else self.scale,
             rope_cos=self.rope.cos,
             rope_sin=self.rope.sin,
-            q_norm=as_vector(values[key + "q_norm"]) if self.qk_norm else None,
-            k_norm=as_vector(values[key + "k_norm"]) if self.qk_norm else None,
+            q_norm=norm("q_norm", self.qk_norm),
+            k_norm=norm("k_norm", self.qk_norm),
             norm_eps=c.rms_norm_eps,
             interleaved=int(self.interleaved),
+            window=self.window,
         )
-        norm, qkv, o = as_vector(values[key + "input_norm"]), as_linear(values[key + "qkv"]), values[key + "o"]
-        return AttentionBlock(norm, c.rms_norm_eps, qkv, spec, as_linear(o))
+        qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
+        post_norm = norm("attention_out_norm", bool(self.post_norm))
+        return AttentionBlock(norm_weight(c, values[key + "input_norm"]), c.rms_norm_eps, qkv, spec, o, post_norm)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The builder of MLP blocks with a SiLU gate."""
+    """The builder of MLP blocks. norm, post_norm: the names of the norms of the input, and of what is added to the
+    residual, "" for none."""
 
     config: ModelConfig
     bias: bool = False
+    activation: Activation = Activation.SILU
+    norm: str = "post_attention_layernorm"
+    post_norm: str = ""
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
         c, key, prefix = self.config, f"layers.{layer}.", f"model.layers.{layer}."
         gate_up = {f"{prefix}mlp.{name}_proj": c.intermediate_size for name in ("gate", "up")}
-        return [
-            vector(key + "post_norm", prefix + "post_attention_layernorm.weight", c.hidden_size),
+        found = [
+            vector(key + "post_norm", f"{prefix}{self.norm}.weight", c.hidden_size),
             linear(key + "gate_up", gate_up, c.hidden_size, self.bias),
             linear(key + "down", {prefix + "mlp.down_proj": c.hidden_size}, c.intermediate_size, self.bias),
         ]
+        if self.post_norm:
+            found.append(vector(key + "mlp_out_norm", f"{prefix}{self.post_norm}.weight", c.hidden_size))
+        return found
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
-        key = f"layers.{layer}."
-        norm, gate_up, down = values[key + "post_norm"], values[key + "gate_up"], values[key + "down"]
-        return MlpBlock(as_vector(norm), self.config.rms_norm_eps, as_linear(gate_up), as_linear(down))
+        c, key = self.config, f"layers.{layer}."
+        norm, gate_up, down = values[key + "post_norm"], as_linear(values[key + "gate_up"]), values[key + "down"]
+        post_norm = norm_weight(c, values[key + "mlp_out_norm"]) if self.post_norm else None
+        return MlpBlock(norm_weight(c, norm), c.rms_norm_eps, gate_up, as_linear(down), self.activation, post_norm)

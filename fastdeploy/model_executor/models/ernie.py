@@ -27,9 +27,7 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "compression_ratio": (1, None),
     "scale_qk_coeff": (1, None),
     "use_rmsnorm": (True, None),
-    "use_qk_norm": (False, None),
     "rope_3d": (False, None),
-    "weight_share_add_bias": (True, False, None),
     "lm_head_bias": (False, None),
 }
 

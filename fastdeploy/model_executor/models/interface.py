@@ -27,11 +27,19 @@ from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
+def norm_weight(config: ModelConfig, value: Value) -> paddle.Tensor:
+    """Return what an RMSNorm multiplies with: its packed weight, or 1 + weight if ``norms_add_one``. A new tensor then:
+    the packed weight keeps the values of the checkpoint, for checksums, exports and updates."""
+    weight = as_vector(value)
+    return weight + 1.0 if config.norms_add_one else weight
+
+
 @dataclass(frozen=True)
 class ModelWeights:
     """One complete set of weights. Immutable: an update makes a second set, and serving switches to it by reference.
 
-    lm_head: the same object as ``embedding`` if the two are tied. values: all parameters, by key.
+    norm: see ``norm_weight``. lm_head: the same object as ``embedding`` if the two are tied. values: all parameters, by
+    key.
     """
 
     embedding: PackedLinear
@@ -64,13 +72,13 @@ class Model:
     output layer; if that is tied to the embedding, it is no parameter. aliases: further tensors that a checkpoint may
     have, each with the name of the tensor that it must equal (lm_head.weight if embeddings are tied: transformers
     ignores it, but a trainer that sends other values for it would expect them to serve). quantization: see
-    ``build_model``.
+    ``build_model``. embedding_scale: the embedding is multiplied by it.
     """
 
     quantization: str | None = None
 
-    def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder]):
-        self.config, self.ops = config, ops
+    def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder], embedding_scale: float = 1.0):
+        self.config, self.ops, self.embedding_scale = config, ops, embedding_scale
         self._builders = tuple(builders)
         self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
         embedding, head = (
@@ -98,8 +106,8 @@ class Model:
             DecoderLayer(tuple(builder.build(values, layer) for builder in self._builders))
             for layer in range(self.config.num_hidden_layers)
         )
-        embedding = as_linear(values["embedding"])
-        return ModelWeights(embedding, layers, as_vector(values["norm"]), as_linear(values[self._head]), values)
+        embedding, norm = as_linear(values["embedding"]), norm_weight(self.config, values["norm"])
+        return ModelWeights(embedding, layers, norm, as_linear(values[self._head]), values)
 
     def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
         """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""
@@ -128,6 +136,8 @@ class Model:
         float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
         afterwards. between_layers, adapters: see ``Ops.decoder_layers``."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
+        if self.embedding_scale != 1.0:
+            hidden.scale_(self.embedding_scale)
         return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters)
 
     def logits(

@@ -137,10 +137,14 @@ def stage_item(item: StageItem) -> StageItemArgs:
     """Return the arguments of one item of ``Ops.stage``."""
     region, kind = _region(item.region), KINDS.index(item.dtype)
     assert item.offset >= 0
+    view = (0, 0, 0)
+    if item.view is not None:
+        view = item.view
+        assert item.region.linear is not None and item.region.rows % item.view.run == 0 and min(view[:2]) > 0
     if item.memory is None:
-        return StageItemArgs(region, kind, item.offset, item.fd, None, 0)
+        return StageItemArgs(region, kind, item.offset, item.fd, None, 0, *view)
     _check_bytes(item.memory)
-    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size)
+    return StageItemArgs(region, kind, item.offset, -1, address(item.memory), item.memory.size, *view)
 
 
 def delta_item(item: DeltaItem) -> DeltaItemArgs:

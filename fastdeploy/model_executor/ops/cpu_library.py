@@ -21,6 +21,7 @@ import numpy as np
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.ops.interface import (
     BLOCKS,
+    Activation,
     AttentionSpec,
     KVCache,
     LoraPart,
@@ -77,7 +78,7 @@ SIGNATURES = {
 }
 
 
-_NUMBERS: dict[Any, Any] = {int: c_int64, float: c_float}
+_NUMBERS: dict[Any, Any] = {int: c_int64, Activation: c_int64, float: c_float}
 
 
 def _struct_of(kind: type, **nested: type[ctypes.Structure]) -> type[ctypes.Structure]:
@@ -134,7 +135,8 @@ class LogprobArgs(ctypes.Structure):
 class StageItemArgs(ctypes.Structure):
     """The structure StageItem of staging.h."""
 
-    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p), *_integers("memory_bytes")]
+    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p)]
+    _fields_ += _integers("memory_bytes stride run step")
 
 
 class DeltaItemArgs(ctypes.Structure):

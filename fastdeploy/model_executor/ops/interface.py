@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -70,7 +70,9 @@ class AttentionSpec(NamedTuple):
     """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
     with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
     None; norm_eps is the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead,
-    as in GPT-J; else 0."""
+    as in GPT-J; else 0. window: how many tokens a token attends to, itself and those before it; 0: all. The cache has
+    the keys of all tokens, but those outside the window are not read, except in the block of keys in which the window
+    begins."""
 
     layer: int
     num_heads: int
@@ -83,21 +85,24 @@ class AttentionSpec(NamedTuple):
     k_norm: paddle.Tensor | None
     norm_eps: float
     interleaved: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
     """The attention of one layer: residual += o(attention(qkv(rms_norm(residual)))). qkv packs q, k and v. norm:
-    float32 [hidden_size]."""
+    float32 [hidden_size]. With post_norm, float32 [hidden_size], what is added is rms_norm(o(...)) by this weight."""
 
     norm: paddle.Tensor
     norm_eps: float
     qkv: PackedLinear
     attention: AttentionSpec
     o: PackedLinear
+    post_norm: paddle.Tensor | None = None
 
     def __post_init__(self) -> None:
         [hidden], spec = self.norm.shape, self.attention
+        assert self.post_norm is None or self.post_norm.shape == [hidden]
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         assert (self.qkv.in_features, self.qkv.out_features) == (hidden, heads + 2 * kv_heads)
         assert (self.o.in_features, self.o.out_features) == (heads, hidden)
@@ -108,17 +113,28 @@ class AttentionBlock:
         return self.qkv, self.o
 
 
+class Activation(IntEnum):
+    """The function of the gate of an MLP. GELU_TANH: the GELU by its approximation with tanh. kernels.h has the same
+    order."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 @dataclass(frozen=True, eq=False)
 class MlpBlock:
-    """The MLP of one layer: residual += down(silu(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs gate and
-    up. norm: float32 [hidden_size]."""
+    """The MLP of one layer: residual += down(activation(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs
+    gate and up. norm, post_norm: see ``AttentionBlock``."""
 
     norm: paddle.Tensor
     norm_eps: float
     gate_up: PackedLinear
     down: PackedLinear
+    activation: Activation = Activation.SILU
+    post_norm: paddle.Tensor | None = None
 
     def __post_init__(self) -> None:
+        assert self.post_norm is None or self.post_norm.shape == self.norm.shape
         assert [self.gate_up.in_features] == [self.down.out_features] == self.norm.shape
         assert self.gate_up.out_features == 2 * self.down.in_features
 
@@ -193,16 +209,26 @@ class Region(NamedTuple):
     vector: np.ndarray | None = None
 
 
+class View(NamedTuple):
+    """Where the values of a tensor [rows, columns] lie in a stored one whose rows have ``stride`` values: (row, column)
+    is ``column * stride + row // run * step + row % run`` values after (0, 0)."""
+
+    stride: int
+    run: int
+    step: int
+
+
 class StageItem(NamedTuple):
     """The values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of
     uint8, of which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to
-    nearest even."""
+    nearest even. view: None = the values lie in C order; else only a region of a linear is allowed."""
 
     region: Region
     dtype: str
     offset: int
     fd: int = -1
     memory: np.ndarray | None = None
+    view: View | None = None
 
 
 class DeltaItem(NamedTuple):

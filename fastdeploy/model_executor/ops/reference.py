@@ -14,10 +14,12 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    Activation,
     AdapterRows,
     AttentionBatch,
     AttentionBlock,
     AttentionSpec,
+    Block,
     DecoderLayer,
     DeltaItem,
     KVCache,
@@ -30,6 +32,7 @@ from fastdeploy.model_executor.ops.interface import (
 )
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
+    activated,
     attend,
     contained,
     linear_in_tiles,
@@ -145,13 +148,19 @@ class ReferenceOps:
         return linear_in_tiles(x, weight, [])[: x.shape[0]]
 
     def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
-        return self._mlp(x, gate_up, down, [], [])
+        return self._mlp(x, gate_up, down, Activation.SILU, [], [])
 
     def _mlp(
-        self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear, inner_loras: LoraRows, down_loras: LoraRows
+        self,
+        x: paddle.Tensor,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        activation: Activation,
+        inner_loras: LoraRows,
+        down_loras: LoraRows,
     ) -> paddle.Tensor:
         gate, up = paddle.split(linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
-        inner = (paddle.nn.functional.silu(gate) * up)[: x.shape[0]]
+        inner = (activated(gate, activation) * up)[: x.shape[0]]
         return linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
 
     def decoder_layers(
@@ -202,7 +211,7 @@ class ReferenceOps:
             residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
         if len(residual) == 0:
             return residual
-        return residual + linear_in_tiles(attended, block.o, o_loras)[: len(residual)]
+        return residual + self._output(linear_in_tiles(attended, block.o, o_loras)[: len(residual)], block)
 
     def _mlp_block(
         self, residual: paddle.Tensor, block: MlpBlock, inner_loras: LoraRows, down_loras: LoraRows
@@ -210,7 +219,12 @@ class ReferenceOps:
         if len(residual) == 0:
             return residual
         normed = self.rms_norm(residual, block.norm, block.norm_eps)
-        return residual + self._mlp(normed, block.gate_up, block.down, inner_loras, down_loras)
+        found = self._mlp(normed, block.gate_up, block.down, block.activation, inner_loras, down_loras)
+        return residual + self._output(found, block)
+
+    def _output(self, x: paddle.Tensor, block: Block) -> paddle.Tensor:
+        """Return what a block with this result adds to the residual."""
+        return x if block.post_norm is None else self.rms_norm(x, block.post_norm, block.norm_eps)
 
     def logits(
         self,

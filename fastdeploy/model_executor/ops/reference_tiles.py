@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    Activation,
     AdapterRows,
     AttentionBatch,
     AttentionSpec,
@@ -68,6 +69,13 @@ def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
 
 
+def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
+    """Apply the activation of an MLP to each value."""
+    if activation is Activation.GELU_TANH:
+        return paddle.nn.functional.gelu(x, approximate=True)
+    return paddle.nn.functional.silu(x)
+
+
 def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
     """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
     i + dim / 2. interleaved: dimension 2i is rotated with dimension 2i + 1."""
@@ -100,9 +108,10 @@ def attend(
     block_size: int,
     spec: AttentionSpec,
 ) -> paddle.Tensor:
-    """Causal attention with a running softmax over tiles of KEYS keys, from position 0 on.
+    """Causal attention with a running softmax over tiles of KEYS keys, which begin at multiples of KEYS. The first tile
+    is the first one of which one of the ROWS rows sees a key.
 
-    A tile that lies wholly behind a row leaves the sums of the row as they are, bit for bit (weights are exactly 0, the
+    A tile of which a row sees no key leaves the sums of the row as they are, bit for bit (weights are exactly 0, the
     rescaling factor is exactly 1). So the other rows of the batch and of the chunk do not matter.
     """
     tokens, groups, dim = q.shape[0], spec.num_heads // spec.num_kv_heads, spec.head_dim
@@ -124,8 +133,10 @@ def attend(
     peak, mass = paddle.full(shape, -1e30), paddle.zeros(shape)
     total = paddle.zeros([tiles, spec.num_kv_heads, groups * ROWS, dim])
     never, nothing = paddle.full([1], -np.inf), paddle.zeros([1])
-    for first in range(0, int(positions.max()) + 1, KEYS):
-        key_positions = np.broadcast_to(np.arange(first, first + KEYS), (tiles, KEYS))
+    begins = positions - spec.window + 1 if spec.window else np.zeros_like(positions)  # the first key that a row sees
+    firsts = np.maximum(begins[:, :1], 0) // KEYS * KEYS
+    for first in range(0, int((positions[:, -1:] - firsts).max()) + 1, KEYS):
+        key_positions = firsts + np.arange(first, first + KEYS)
         slots = paddle.to_tensor(slots_of(tables, key_positions, block_size).reshape(-1))
         tile_shape = [tiles, KEYS, spec.num_kv_heads, dim]
         k = paddle.index_select(keys, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
@@ -133,7 +144,7 @@ def attend(
         # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
         written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
         v = paddle.where(written, v, nothing)
-        seen = key_positions[:, None, :] <= positions[:, :, None]
+        seen = (key_positions[:, None, :] <= positions[:, :, None]) & (key_positions[:, None, :] >= begins[:, :, None])
         mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
         scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)
         new_peak = paddle.maximum(peak, scores.max(-1, keepdim=True))

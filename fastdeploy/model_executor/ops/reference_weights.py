@@ -12,7 +12,16 @@ import paddle
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import ZERO, change, fingerprint
-from fastdeploy.model_executor.ops.interface import INT8_GROUP, DeltaItem, Ops, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.interface import (
+    INT8_GROUP,
+    DeltaItem,
+    Ops,
+    Problem,
+    Region,
+    StageItem,
+    StageResult,
+    View,
+)
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -85,6 +94,8 @@ def apply_deltas(ops: Ops, items: Sequence[DeltaItem], stop: np.ndarray) -> list
 def _stage(ops: Ops, item: StageItem) -> StageResult:
     region, kind = item.region, DTYPES[item.dtype]
     nbytes = region.rows * region.columns * kind.itemsize
+    if item.view is not None:
+        nbytes = (_index_in(item.view, region)[-1, -1] + 1) * kind.itemsize
     if item.memory is not None:
         raw = item.memory[item.offset : item.offset + nbytes].tobytes()
     else:
@@ -95,11 +106,19 @@ def _stage(ops: Ops, item: StageItem) -> StageResult:
     if len(raw) < nbytes:
         return StageResult(ZERO, Problem.CUT_SHORT)
     source = np.frombuffer(raw, kind)
+    if item.view is not None:
+        source = source[_index_in(item.view, region)].reshape(-1)
     values = _in_dtype(source, ops.dtype)
     if not _finite(values):
         return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
     _write(region, values)
     return StageResult(fingerprint(values))
+
+
+def _index_in(view: View, region: Region) -> np.ndarray:
+    """Return the index in the source of each value of a region."""
+    rows, columns = np.arange(region.rows)[:, None], np.arange(region.columns)
+    return columns * view.stride + rows // view.run * view.step + rows % view.run
 
 
 def _apply(ops: Ops, item: DeltaItem) -> StageResult:

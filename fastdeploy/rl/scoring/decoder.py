@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import AttentionBlock, AttentionSpec
+from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, DecoderLayer, MlpBlock
 from fastdeploy.model_executor.parameters import Parameter
 
 
@@ -59,19 +59,35 @@ def _gradient(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor.grad
 
 
+class _Constants(NamedTuple):
+    """The constants of a layer. cos, sin: of the rotary embedding, float32 [max_model_len, head_dim]."""
+
+    attention: AttentionSpec
+    activation: Activation
+    cos: paddle.Tensor
+    sin: paddle.Tensor
+
+
+def _constants_of(layer: DecoderLayer) -> _Constants:
+    [spec] = [block.attention for block in layer.blocks if isinstance(block, AttentionBlock)]
+    [activation] = [block.activation for block in layer.blocks if isinstance(block, MlpBlock)]
+    first, second = _rotated_pairs(spec)
+    pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
+    cos, sin = (paddle.index_select(table, pairs, axis=1) for table in (spec.rope_cos, spec.rope_sin))
+    return _Constants(spec, activation, cos, sin)
+
+
 class Decoder:
-    """The computation of a model. weights: any set of its weights, for the constants of its attention."""
+    """The computation of a model. weights: any set of its weights, for the constants of its layers."""
 
     def __init__(self, model: Model, weights: ModelWeights):
-        blocks = weights.layers[0].blocks  # all layers have the same constants
-        spec = next(block.attention for block in blocks if isinstance(block, AttentionBlock))
-        self._config, self._spec = model.config, spec
-        first, second = _rotated_pairs(spec)
-        pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
-        self._cos = paddle.index_select(spec.rope_cos, pairs, axis=1)  # [max_model_len, head_dim]
-        self._sin = paddle.index_select(spec.rope_sin, pairs, axis=1)
+        self._config, self._embedding_scale = model.config, model.embedding_scale
+        self._layers = [_constants_of(layer) for layer in weights.layers]
+        spec = self._layers[0].attention  # the heads, and the pairs that are rotated, are those of all layers
+        self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         # x @ quarter_turn turns each pair (a, b) into (-b, a): faster with gradients than split and concat.
-        turn = np.zeros((spec.head_dim, spec.head_dim), np.float32)
+        first, second = _rotated_pairs(spec)
+        turn = np.zeros((self._head_dim, self._head_dim), np.float32)
         turn[second, first], turn[first, second] = -1, 1
         self._quarter_turn = paddle.to_tensor(turn)
 
@@ -80,13 +96,22 @@ class Decoder:
         the parameter."""
         batch, length = ids.shape
         x = F.embedding(ids.flatten(), leaves["embedding"].weight)
-        mask = self._mask(length)
-        for layer in range(self._config.num_hidden_layers):
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        masks = {window: self._mask(length, window) for window in {one.attention.window for one in self._layers}}
+        for layer, constants in enumerate(self._layers):
             of = {key.removeprefix(f"layers.{layer}."): leaf for key, leaf in leaves.items()}
-            x = x + self._attention(of, self._norm(x, of["input_norm"]), batch, length, mask)
+            mask = masks[constants.attention.window]
+            out = self._attention(of, constants, self._norm(x, of["input_norm"]), batch, length, mask)
+            x = x + self._added(out, of, "attention_out_norm")
             gate_up = _linear(self._norm(x, of["post_norm"]), of["gate_up"])
-            x = x + _linear(F.swiglu(gate_up), of["down"])
+            out = _linear(_gated(gate_up, constants.activation), of["down"])
+            x = x + self._added(out, of, "mlp_out_norm")
         return x
+
+    def _added(self, out: paddle.Tensor, of: Mapping[str, Leaf], norm: str) -> paddle.Tensor:
+        """Return what a block with this result adds to the residual."""
+        return self._norm(out, of[norm]) if norm in of else out
 
     def logits(self, leaves: Mapping[str, Leaf], hidden: paddle.Tensor) -> paddle.Tensor:
         """Return the logits [N, vocab_size] of hidden states [N, hidden_size]."""
@@ -96,27 +121,40 @@ class Decoder:
     def _norm(self, x: paddle.Tensor, leaf: Leaf) -> paddle.Tensor:
         """Return the RMSNorm over the last axis of x [N, size]."""
         scale = paddle.rsqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return x * scale * _rows(leaf.weight, x.shape[0])
+        return x * scale * _rows(self._norm_weight(leaf), x.shape[0])
 
-    def _mask(self, length: int) -> paddle.Tensor:
-        """Return 0 for keys that a query attends to and -1e9 for others, [groups * T, T]."""
-        groups = self._spec.num_heads // self._spec.num_kv_heads
+    def _norm_weight(self, leaf: Leaf) -> paddle.Tensor:
+        """See ``interface.norm_weight``."""
+        return leaf.weight + 1.0 if self._config.norms_add_one else leaf.weight
+
+    def _mask(self, length: int, window: int) -> paddle.Tensor:
+        """Return 0 for keys that a query attends to and -1e9 for others, [groups * T, T]. window: see
+        ``AttentionSpec``."""
+        groups = self._heads // self._kv_heads
         allowed = np.tril(np.ones((length, length), np.float32))
+        if window:
+            allowed = np.triu(allowed, 1 - window)
         return paddle.to_tensor(np.tile((allowed - 1) * np.float32(1e9), (groups, 1)))
 
     def _attention(
-        self, of: Mapping[str, Leaf], x: paddle.Tensor, batch: int, length: int, mask: paddle.Tensor
+        self,
+        of: Mapping[str, Leaf],
+        constants: _Constants,
+        x: paddle.Tensor,
+        batch: int,
+        length: int,
+        mask: paddle.Tensor,
     ) -> paddle.Tensor:
-        spec = self._spec
-        heads, kv, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        heads, kv, dim = self._heads, self._kv_heads, self._head_dim
         qkv = _linear(x, of["qkv"]).reshape([batch, length, heads + 2 * kv, dim]).transpose([0, 2, 1, 3])
         qk, v = paddle.split(qkv, [heads + kv, kv], axis=1)
         if "q_norm" in of:
-            of_heads = [of["q_norm"].weight] * heads + [of["k_norm"].weight] * kv
+            of_heads = [self._norm_weight(of["q_norm"])] * heads + [self._norm_weight(of["k_norm"])] * kv
             qk = self._head_norm(qk, paddle.stack(of_heads))
-        qk = qk * self._cos[:length] + paddle.matmul(qk, self._quarter_turn) * self._sin[:length]
+        cos, sin = constants.cos[:length], constants.sin[:length]
+        qk = qk * cos + paddle.matmul(qk, self._quarter_turn) * sin
         q, k = paddle.split(qk, [heads, kv], axis=1)
-        q = q.reshape([batch, kv, heads // kv * length, dim]) * spec.scale
+        q = q.reshape([batch, kv, heads // kv * length, dim]) * constants.attention.scale
         weights = F.softmax(paddle.matmul(q, k, transpose_y=True) + mask, -1)
         out = paddle.matmul(weights, v).reshape([batch, heads, length, dim]).transpose([0, 2, 1, 3])
         return _linear(out.reshape([batch * length, heads * dim]), of["o"])
@@ -124,7 +162,7 @@ class Decoder:
     def _head_norm(self, x: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
         """Return the RMSNorm of each head: x [B, heads, T, head_dim], weights [heads, head_dim]."""
         batch, heads, length, dim = x.shape
-        scale = paddle.rsqrt((x * x).mean(-1, keepdim=True) + self._spec.norm_eps)
+        scale = paddle.rsqrt((x * x).mean(-1, keepdim=True) + self._config.rms_norm_eps)
         rows = _rows(weights.flatten(), batch * length).reshape([batch, length, heads, dim]).transpose([0, 2, 1, 3])
         return x * scale * rows
 
@@ -133,6 +171,14 @@ def _rotated_pairs(spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return the two dimensions of each pair that the rotary embedding rotates, each int64 [head_dim // 2]."""
     half = np.arange(spec.head_dim // 2)
     return (2 * half, 2 * half + 1) if spec.interleaved else (half, half + len(half))
+
+
+def _gated(gate_up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
+    """Return activation(gate) * up: gate_up [N, 2I] -> [N, I]."""
+    if activation is Activation.SILU:
+        return F.swiglu(gate_up)
+    gate, up = paddle.split(gate_up, 2, axis=1)
+    return F.gelu(gate, approximate=True) * up
 
 
 def _linear(x: paddle.Tensor, leaf: Leaf) -> paddle.Tensor:

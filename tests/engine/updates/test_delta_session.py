@@ -218,6 +218,9 @@ FORMS = [
     (None, PartFormat("overwrite"), "encoding"),
     (None, PartFormat("overwrite", "zstd"), "encoding"),
     (None, PartFormat("dense", "zstd"), "compression"),
+    (None, PartFormat(layout="torch"), "layout"),
+    (base_of(0), PartFormat("overwrite", layout="paddle"), "layout"),
+    (base_of(0), PartFormat("dense", "zstd", layout="paddleformers"), "layout"),
 ]
 
 

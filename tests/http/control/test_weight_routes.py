@@ -61,6 +61,8 @@ CASES = [
         {"session_id": "s", "model_path": "/m", "checksums": {"a": "ff"}, "verify_checksum": True},
         m.UpdatePartArgs("s", FolderSource("/m"), checksums={"a": "ff"}, verify_checksum=True),
     ),
+    ("/v1/weights/chunk", {"session_id": "s", "shared_memory": "x", "layout": "paddle"},
+     m.UpdatePartArgs("s", SharedMemorySource("x"), form=PartFormat(layout="paddle"))),
     ("/v1/weights/chunk", {"session_id": "s", "shared_memory": "x", "nbytes": 3},
      m.UpdatePartArgs("s", SharedMemorySource("x", 3))),
     ("/v1/weights/commit", {"session_id": "s"}, m.CommitUpdateArgs("s")),
@@ -190,6 +192,7 @@ BAD = {
         ({"model_path": "/m"}, "session_id"), ({"session_id": "s"}, "model_path"),
         ({"session_id": "s", "model_path": "/m", "encoding": "sparse"}, "encoding"),
         ({"session_id": "s", "model_path": "/m", "fingerprints": [1]}, "fingerprints"),
+        ({"session_id": "s", "model_path": "/m", "layout": "torch"}, "layout"),
     ],
     "/v1/weights/commit": [
         ({}, "session_id"), ({"session_id": "s", "kv": "x"}, "kv"),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastdeploy.client.tokenizer import load_tokenizer
+from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.dialects.fastdeploy.routes import ABSENT, NOT_HERE
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
-from support.fake_engine_server import reply_with
-from support.http_calls import answer
-from support.http_stack import stacks
+from support.fake_engine_server import FakeEngine, reply_with
+from support.http_calls import answer, in_thread
+from support.http_stack import Server, stacks
 from support.tiny_tokenizer import save_tokenizer
 
 USER = {"role": "user", "content": "a"}
@@ -121,6 +125,23 @@ def test_while_the_weights_are_cleared_requests_and_health_get_a_304_without_a_b
     assert {(reply.status_code, reply.content) for reply in replies} == {(304, b"")}
 
 
+def test_requests_wait_for_the_first_engine_and_health_does_not(model_dir, tokenizer):
+    """Scripts for FastDeploy send requests as soon as the port is open."""
+    path = ipc_dir.create()
+    server = Server(ipc_dir.endpoint(path), tokenizer, ServeConfig(model=model_dir, fastdeploy_form=True), NO_KEYS)
+    server.client._first_connection_s = 0.0  # for which other requests wait
+    reply = in_thread(lambda: server.post("/v1/completions", prompt="a"))
+    assert server.http.get("/health").status_code == 503
+    time.sleep(0.2)
+    engine = FakeEngine(ipc_dir.endpoint(path), script=reply_with([97]))
+    try:
+        assert reply.result(20).json()["choices"][0]["text"] == "a"
+    finally:
+        server.stop()
+        engine.die()
+        ipc_dir.remove(path)
+
+
 def test_sleep_keeps_no_weights_unless_a_native_field_asks_for_it(make_stack):
     stack = make_stack(fastdeploy_form=True)
     for kind in (m.PauseArgs, m.SleepArgs, m.WakeArgs):
@@ -158,6 +179,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"stream_options": {}}, ("stream_options", "invalid_value", "Stream options can only be defined")),
         ({"collect_metrics": True}, ("collect_metrics", "invalid_value", "not supported")),
         ({"prompt_token_ids": [5000]}, ("prompt_token_ids", "invalid_value", "prompt_token_ids: token id 5000")),
+        ({"messages": [{"role": "user"}]}, ("messages.0.content", "invalid_value", "expected a string")),
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
@@ -174,6 +196,13 @@ def test_errors_have_the_words_that_fastdeploys_clients_read(formed, fields, err
     shown = reply.json()["error"]
     assert (shown["param"], shown["code"], shown["type"]) == (*error[:2], "invalid_request_error")
     assert error[2] in shown["message"]
+
+
+def test_a_wrong_key_is_a_401_in_fastdeploys_words(make_stack):
+    stack = make_stack(fastdeploy_form=True, keys=Keys(data=(b"key",)))
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        reply = stack.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (reply.status_code, reply.json()) == (401, {"error": "Unauthorized"})
 
 
 # ------------------------------------------------------------------ fields with --fastdeploy-form

@@ -35,13 +35,13 @@ SHAPES = [
 SMALL = Shape(4, 2, 32, 32, True)
 
 
-def make_spec(rng: np.random.Generator, shape: Shape, layer: int = 0) -> AttentionSpec:
+def make_spec(rng: np.random.Generator, shape: Shape, layer: int = 0, window: int = 0) -> AttentionSpec:
     angles = rng.uniform(0, 6.28, (MAX_LEN, shape.dim // 2)).astype(np.float32)
     norm = [paddle.to_tensor(rng.uniform(0.5, 1.5, shape.dim).astype(np.float32)) for _ in range(2)]
     q_norm, k_norm = norm if shape.norms else (None, None)
     return AttentionSpec(
         layer, shape.heads, shape.kv_heads, shape.dim, shape.dim**-0.5, paddle.to_tensor(np.cos(angles)),
-        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6,
+        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6, window=window,
     )  # fmt: skip
 
 
@@ -290,14 +290,19 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
 
 # Every length for groups of 7 heads; the other shapes with a length of one partition and with one of several.
 @pytest.mark.parametrize(
-    ("shape", "shared"),
-    [*((SHAPES[0], n) for n in (64, 256, 1000)), *((shape, n) for shape in SHAPES for n in (130, 2100))],
+    ("shape", "shared", "window"),
+    [
+        *((SHAPES[0], n, 0) for n in (64, 256, 1000)),
+        *((shape, n, 0) for shape in SHAPES for n in (130, 2100)),
+        *((SHAPES[0], 1000, n) for n in (80, 150, 900)),
+        (SMALL, 2100, 1100),
+    ],
     ids=str,
 )
-def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
+def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared, window):
     """Nine samples share the blocks of their prompt; some have drafts. Others share fewer blocks or none, or are in
     prefill."""
-    spec, size = make_spec(rng, shape), shape.block_size
+    spec, size = make_spec(rng, shape, window=window), shape.block_size
     width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
     own = 3  # blocks of a sample behind the prompt's
     ids = rng.permutation(200).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, StageResult, View
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.reference_weights import DTYPES
 
@@ -76,6 +77,52 @@ def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: 
     assert results[0] == results[1]
     assert all(result.problem is None for result in results[0])
     np.testing.assert_array_equal(ops.unpack_linear(weights[0]), reference.unpack_linear(weights[1]))
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_part_of_a_transposed_tensor_is_staged_like_the_same_rows(ops: CpuOps, reference: ReferenceOps, data):
+    """The rows come in runs of a stored tensor [columns, stride]. Large ones have several blocks."""
+    run, runs = data.draw(st.sampled_from([1, 3, 16, 24, 64, 1100]), "run"), data.draw(st.integers(1, 3), "runs")
+    rows, columns = run * runs, data.draw(st.sampled_from([1, 2, 31, 32, 100, 257, 600]), "columns")
+    before, between, source = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 20)), data.draw(SOURCES, "source")
+    step = run + between
+    stride = before + runs * step + data.draw(st.integers(0, 3))
+    in_memory, gap = data.draw(st.booleans(), "in memory"), data.draw(st.integers(0, 20), "rows before")
+    kind = DTYPES[source]
+    stored = finite_bits(np.random.default_rng(rows), source, stride * columns).view(kind).reshape(columns, stride)
+    picked = [before + r * step + i for r in range(runs) for i in range(run)]
+    plain = np.ascontiguousarray(stored[:, picked].T).reshape(-1).view(np.uint8)
+    raw, offset, view = stored.reshape(-1).view(np.uint8), before * kind.itemsize, View(stride, run, step)
+    weights = [either.new_linear(gap + rows + 3, columns, False) for either in (ops, reference, reference)]
+    regions = [Region(rows, columns, weight, gap) for weight in weights]
+    with tempfile.TemporaryFile() as file:
+        file.write(raw.tobytes())
+        file.flush()
+        place = (-1, raw) if in_memory else (file.fileno(), None)
+        found = ops.stage([StageItem(regions[0], source, offset, *place, view)], GO_ON)
+        wanted = reference.stage([StageItem(regions[1], source, 0, memory=plain)], GO_ON)
+        assert reference.stage([StageItem(regions[2], source, offset, *place, view)], GO_ON) == wanted == found
+    assert found[0].problem is None
+    ours, *theirs = (either.unpack_linear(w) for either, w in zip((ops, reference, reference), weights, strict=True))
+    for one in theirs:
+        np.testing.assert_array_equal(ours, one)
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "problem"),
+    [("F32", 3.4e38, Problem.TOO_LARGE), ("F32", np.inf, Problem.NOT_FINITE), ("F16", np.nan, Problem.NOT_FINITE)],
+)
+def test_a_bad_value_of_a_transposed_tensor_is_found(source, value, problem):
+    ops, stored = CpuOps("bfloat16"), np.ones((300, 1200), DTYPES[source])
+    stored[299, 1199] = value
+    item = StageItem(
+        Region(1200, 300, ops.new_linear(1200, 300, False)), source, 0,
+        memory=stored.reshape(-1).view(np.uint8), view=View(1200, 1200, 0),
+    )  # fmt: skip
+    assert ops.stage([item], GO_ON)[0].problem == problem
+    cut = item._replace(memory=item.memory[:-1])
+    assert ops.stage([cut], GO_ON)[0].problem == Problem.CUT_SHORT
 
 
 @given(size=st.one_of(st.integers(0, 5000), st.just(300_001)), source=SOURCES)

@@ -8,7 +8,9 @@ import paddle.nn.functional as F
 from fastdeploy.model_executor.models import load_config
 from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.ernie import ErnieConfig
+from fastdeploy.model_executor.models.gemma import GemmaConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
+from fastdeploy.model_executor.models.mistral import MistralConfig
 
 Tensors = dict[str, paddle.Tensor]
 
@@ -22,18 +24,26 @@ def plain_logprobs(
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
     neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
-    tables = rope_tables(frequencies, 512)
-    cos, sin = (t.repeat_interleave(2, 1) if neighbours else paddle.concat([t, t], 1) for t in tables)
+    gemma = config if isinstance(config, GemmaConfig) else None
+    window = config.sliding_window if isinstance(config, MistralConfig) else None
+    ropes, windows = [rope_tables(frequencies, 512)] * config.num_hidden_layers, [window] * config.num_hidden_layers
+    if gemma is not None:
+        local = [kind == "sliding_attention" for kind in gemma.layer_types]
+        of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
+        ropes, windows = [of_kinds[kind] for kind in local], [gemma.sliding_window if kind else None for kind in local]
+    scale = (config.head_dim if gemma is None else gemma.query_pre_attn_scalar) ** -0.5
 
     def linear(x: paddle.Tensor, name: str) -> paddle.Tensor:
         y = x @ tensors[name + ".weight"].T
         return y + tensors[name + ".bias"] if name + ".bias" in tensors else y
 
     def norm(x: paddle.Tensor, name: str) -> paddle.Tensor:
-        return x / paddle.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * tensors[name + ".weight"]
+        weight = tensors[name + ".weight"] + (0.0 if gemma is None else 1.0)
+        return x / paddle.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
 
-    def rotated(x: paddle.Tensor) -> paddle.Tensor:
+    def rotated(x: paddle.Tensor, layer: int) -> paddle.Tensor:
         half = config.head_dim // 2
+        cos, sin = (t.repeat_interleave(2, 1) if neighbours else paddle.concat([t, t], 1) for t in ropes[layer])
         turned = paddle.concat([-x[..., half:], x[..., :half]], -1)
         if neighbours:
             turned = paddle.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
@@ -42,27 +52,32 @@ def plain_logprobs(
     def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:
         return x.reshape([-1, count, config.head_dim]).transpose([1, 0, 2])
 
-    def attention(x: paddle.Tensor, at: str) -> paddle.Tensor:
+    def attention(x: paddle.Tensor, layer: int) -> paddle.Tensor:
+        at = f"model.layers.{layer}.self_attn."
         q = heads(linear(x, at + "q_proj"), config.num_attention_heads)
         k, v = (heads(linear(x, f"{at}{name}_proj"), config.num_key_value_heads) for name in "kv")
         if at + "q_norm.weight" in tensors:
             q, k = norm(q, at + "q_norm"), norm(k, at + "k_norm")
         groups = config.num_attention_heads // config.num_key_value_heads
-        q, k, v = rotated(q), rotated(k).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        scores = q @ k.transpose([0, 2, 1]) * config.head_dim**-0.5
-        visible = paddle.tril(paddle.ones(scores.shape[1:]))
+        q, k, v = rotated(q, layer), rotated(k, layer).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        scores = q @ k.transpose([0, 2, 1]) * scale
+        visible, seen = paddle.tril(paddle.ones(scores.shape[1:])), windows[layer]
+        visible = visible if seen is None else paddle.triu(visible, 1 - seen)
         weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
         return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
 
     def of(prompt: list[int], output: list[int]) -> paddle.Tensor:
         ids = paddle.to_tensor(prompt + output)
-        x = tensors["model.embed_tokens.weight"][ids[:-1]]
+        x = tensors["model.embed_tokens.weight"][ids[:-1]] * (1.0 if gemma is None else config.hidden_size**0.5)
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}."
-            x = x + attention(norm(x, at + "input_layernorm"), at + "self_attn.")
-            y = norm(x, at + "post_attention_layernorm")
-            gate = F.silu(linear(y, at + "mlp.gate_proj"))
-            x = x + linear(gate * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+            y = attention(norm(x, at + "input_layernorm"), layer)
+            x = x + (y if gemma is None else norm(y, at + "post_attention_layernorm"))
+            y = norm(x, at + ("post_attention_layernorm" if gemma is None else "pre_feedforward_layernorm"))
+            gate = linear(y, at + "mlp.gate_proj")
+            gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
+            y = linear(gate * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+            x = x + (y if gemma is None else norm(y, at + "post_feedforward_layernorm"))
         head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         logits = norm(x, "model.norm")[len(prompt) - 1 :] @ head.T / temperature
         return paddle.take_along_axis(F.log_softmax(logits, -1), ids[len(prompt) :].unsqueeze(1), 1)[:, 0]

@@ -57,7 +57,10 @@ def test_gradients_are_those_of_plain_paddle_at_the_rounded_weights(checkpoints,
     assert_close(found, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2_tied", "qwen3_wide", "llama", "llama_tied", "ernie_bias"])
+@pytest.mark.parametrize(
+    "model",
+    ["qwen2", "qwen2_tied", "qwen3_wide", "llama", "llama_tied", "ernie_bias", "mistral", "gemma", "gemma_biased"],
+)
 def test_log_probabilities_and_gradients_are_those_of_transformers(checkpoints, torch_process, model):
     few = samples()[::4]
     scorer = Scorer(str(checkpoints[model]), "float32")

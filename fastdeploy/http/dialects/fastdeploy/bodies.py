@@ -189,7 +189,7 @@ def _completion(body: dict[str, Any]) -> None:
 
 
 def _chat(body: dict[str, Any]) -> None:
-    body["messages"] = [_message(message) for message in body["messages"]]
+    body["messages"] = [_message(i, message) for i, message in enumerate(body["messages"])]
     if ids := body.pop("prompt_token_ids", None):
         body["input_ids"] = ids
         body["messages"] = body["messages"] or [{"role": "user", "content": ""}]
@@ -210,8 +210,11 @@ def _chat(body: dict[str, Any]) -> None:
         body[name] = min(limit, body.get(name, limit))
 
 
-def _message(message: Any) -> Any:
-    """Drop what a reply's message says of its tokens, since the template renders all turns here."""
+def _message(i: int, message: Any) -> Any:
+    """Drop what a reply's message says of its tokens, since the template renders all turns here. Raises InvalidField
+    for a user's message without content, which would be rendered as an empty one."""
     if not isinstance(message, dict) or "generation_token_ids" in message:
         return message
+    if message.get("role") in ("user", "system") and message.get("content") is None:
+        raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
     return {name: value for name, value in message.items() if name not in OF_TOKENS}

@@ -3,6 +3,8 @@ sleep and wake-up, and the statuses while the weights are cleared."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +16,7 @@ from fastdeploy.core.errors import (
     ContextLengthExceeded,
     FastDeployError,
     InvalidField,
+    InvalidKey,
     QueueFull,
     ServerBusy,
 )
@@ -35,6 +38,9 @@ from fastdeploy.inter_communicator import messages as m
 NOT_NORMAL = 304  # while the weights are not there. Such a reply has no body
 NATIVE_SLEEP = frozenset({"mode", "discard"})  # fields that ask for a native sleep, which keeps the weights
 FIELDS = {"input_ids": "prompt_token_ids"}  # native names of fields -> those that the client sent
+# FastDeploy listens when its engine is there. So scripts take an open port for a server that answers, and their requests
+# wait for the first engine: so many seconds.
+FIRST_ENGINE_S = 600.0
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 
 
@@ -44,8 +50,18 @@ def form_router(context: ServingContext) -> APIRouter:
     client = context.client
     weights = FolderWeights(client, context.config.model)
 
+    first_engine = asyncio.Event()
+
+    async def wait_for_first_engine() -> None:
+        if not first_engine.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_ENGINE_S):
+                    await client.connected.wait()
+            first_engine.set()
+
     def while_normal(route: Route) -> Route:
         async def run(request: Request) -> Response:
+            await wait_for_first_engine()
             return Response(status_code=NOT_NORMAL) if await weights.are_cleared() else await route(request)
 
         return run
@@ -75,9 +91,9 @@ def form_router(context: ServingContext) -> APIRouter:
     @router.post("/ping")
     @RouteAccess.OPEN
     @catching(lambda _: health_of(client))
-    @while_normal
     async def health(request: Request) -> Response:
-        return health_of(client)
+        is_cleared = client.connected.is_set() and await weights.are_cleared()
+        return Response(status_code=NOT_NORMAL) if is_cleared else health_of(client)
 
     calls = Routes(router, read, envelope, envelope_error)
 
@@ -114,6 +130,13 @@ async def _of_a_model(context: ServingContext, body: Any) -> Any:
     if adapter and all(adapter != known["lora_name"] for known in await known_adapters(context)):
         return body.model_copy(update={"model": None})
     return body
+
+
+def refused(error: FastDeployError) -> Response:
+    """Return the answer to a request that the checks of access refuse: to a wrong key, FastDeploy's and vLLM's."""
+    if isinstance(error, InvalidKey):
+        return json_response({"error": "Unauthorized"}, error.status, {"WWW-Authenticate": "Bearer"})
+    return error_response(error)
 
 
 def failed(error: FastDeployError) -> Response:
