@@ -116,7 +116,8 @@ def preview(engine: EngineConfig, serve: ServeConfig) -> Preview:
 
 def _describe(engine: EngineConfig, serve: ServeConfig, found: Preview) -> None:
     """Fill ``found``, as far as nothing is refused. Raises FastDeployError or OSError."""
-    from fastdeploy.worker.checkpoint_check import check_checkpoint, num_parameters, packed_bytes
+    from fastdeploy.worker.checkpoint_check import check_checkpoint
+    from fastdeploy.worker.memory_plan import num_parameters, weight_bytes
 
     planned = plan(engine)
     tokenizer = load_tokenizer(engine.model, serve.chat_template)
@@ -141,8 +142,8 @@ def _describe(engine: EngineConfig, serve: ServeConfig, found: Preview) -> None:
         isa=getattr(ops, "isa", "reference"),
         threads=getattr(ops, "num_threads", len(os.sched_getaffinity(0))),
     )
-    found.memory = _memory(engine, planned, packed_bytes(planned.model))
-    found.speed = _speed(planned, packed_bytes(planned.model))
+    found.memory = _memory(engine, planned, weight_bytes(planned.model))
+    found.speed = _speed(planned, weight_bytes(planned.model))
 
 
 def _chosen(setting: str, of_template: str) -> str:

@@ -1,15 +1,11 @@
-"""Checks of a checkpoint, and sizes of a model, without reading a weight."""
+"""Checks of a checkpoint without reading a weight."""
 
 from __future__ import annotations
-
-import math
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
-from fastdeploy.worker.memory import QUANTIZED
 from fastdeploy.worker.part_reading import check_config
-from fastdeploy.worker.roofline import TYPE_BYTES
 from fastdeploy.worker.staging import ReceivedTensors
 
 
@@ -26,14 +22,3 @@ def check_checkpoint(model: Model, path: str) -> int:
                 if name not in reader.entries:
                     raise refuse_tensor(name, "is missing: it did not arrive")
         return sum(entry.nbytes for entry in reader.entries.values())
-
-
-def num_parameters(model: Model) -> int:
-    """Return how many numbers the tensors of the model have. A tied output layer counts once."""
-    return sum(math.prod(shape) for parameter in model.parameters for shape in parameter.shapes.values())
-
-
-def packed_bytes(model: Model) -> int:
-    """Return about how many bytes the weights take in memory, without the padding of each."""
-    factor = 1.0 if model.quantization is None else QUANTIZED
-    return int(num_parameters(model) * TYPE_BYTES[model.ops.dtype] * factor)

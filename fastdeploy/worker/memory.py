@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from fastdeploy.model_executor.model_config import ModelConfig
-
 CGROUP = Path("/sys/fs/cgroup")
-QUANTIZED = 1.53  # bytes of weights with their 8-bit values, for each byte of the weights
 
 
 def free_memory() -> int:
@@ -41,16 +38,6 @@ def _free_in_cgroup(folder: Path) -> int | None:
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int((folder / "memory.current").read_text()) - int(stat["inactive_file"])
     return max(int(text) - max(used, 0), 0)
-
-
-def weight_bytes(config: ModelConfig, dtype: str, quantization: str | None = None) -> int:
-    """Return the bytes of the weights of a dense model, without norms and biases. dtype: "float32" or "bfloat16"."""
-    hidden = config.hidden_size
-    heads = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    layer = 2 * hidden * heads + 3 * hidden * config.intermediate_size
-    tables = 1 if config.tie_word_embeddings else 2
-    count = config.num_hidden_layers * layer + tables * config.vocab_size * hidden
-    return int(count * (4 if dtype == "float32" else 2) * (1 if quantization is None else QUANTIZED))
 
 
 def resident_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField
@@ -10,11 +11,13 @@ from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.worker.memory import free_memory, total_memory, weight_bytes
+from fastdeploy.worker.memory import free_memory, total_memory
+from fastdeploy.worker.roofline import TYPE_BYTES
 
 # Without a setting, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
+QUANTIZED = 1.53  # bytes of weights with their 8-bit values, for each byte of the weights
 HEADROOM = 1 << 30  # bytes that a share of the memory leaves free, for prompts, replies and the API servers
 
 
@@ -77,7 +80,9 @@ def plan_memory(
         full = max_num_seqs * -(-wanted_len // block_size)
         most = _default_kv_bytes(engines_on_host)
         if memory_share is not None:
-            most = _shared_kv_bytes(memory_share, weight_bytes(config, ops.dtype, quantization), engines_on_host)
+            most = _shared_kv_bytes(
+                memory_share, weight_bytes(build_model(config, ops, 1, quantization)), engines_on_host
+            )
         num_blocks = min(full, most // block_bytes)
     if max_model_len is None:
         wanted_len = min(wanted_len, num_blocks * block_size)
@@ -85,6 +90,17 @@ def plan_memory(
         text = f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
         raise InvalidField("max_model_len", text)
     return MemoryPlan(wanted_len, num_blocks, block_size, block_bytes)
+
+
+def num_parameters(model: Model) -> int:
+    """Return how many numbers the tensors of the model have. A tied output layer counts once."""
+    return sum(math.prod(shape) for parameter in model.parameters for shape in parameter.shapes.values())
+
+
+def weight_bytes(model: Model) -> int:
+    """Return about how many bytes the weights take in memory, without the padding of each."""
+    factor = 1.0 if model.quantization is None else QUANTIZED
+    return int(num_parameters(model) * TYPE_BYTES[model.ops.dtype] * factor)
 
 
 def check_block_size(block_size: int) -> None:

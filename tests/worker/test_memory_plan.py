@@ -8,10 +8,11 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.model_executor.models import load_config
+from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.worker import memory, memory_plan
-from fastdeploy.worker.memory_plan import MemoryPlan, plan_memory
+from fastdeploy.worker import memory_plan
+from fastdeploy.worker.memory_plan import MemoryPlan, plan_memory, weight_bytes
 
 GIB = 1 << 30
 MACHINE = 64 * GIB
@@ -29,8 +30,12 @@ def plan(**settings: Any) -> MemoryPlan:
     return plan_memory(load_config(str(MODEL_DIR)), ReferenceOps("float32"), **(given | settings))
 
 
+def model(dtype: str, quantization: str | None = None) -> Model:
+    return build_model(load_config(str(MODEL_DIR)), ReferenceOps(dtype), 1, quantization)
+
+
 def test_the_kv_cache_has_the_share_without_the_weights():
-    weights = memory.weight_bytes(load_config(str(MODEL_DIR)), "float32")
+    weights = weight_bytes(model("float32"))
     found = plan(memory_share=0.5)
     assert 0 <= MACHINE / 2 - weights - found.kv_bytes < found.block_bytes
     assert plan().kv_bytes <= 2 * GIB, "without a share the old bound holds"
@@ -58,8 +63,5 @@ def test_a_share_that_the_weights_fill_is_refused_by_name():
 
 def test_the_bytes_of_the_weights_are_those_of_the_files():
     size = sum(path.stat().st_size for path in MODEL_DIR.glob("*.safetensors"))
-    config = load_config(str(MODEL_DIR))
-    assert memory.weight_bytes(config, config.dtype) == pytest.approx(size, rel=0.02)
-    assert memory.weight_bytes(config, "bfloat16", "int8") == pytest.approx(
-        1.53 * memory.weight_bytes(config, "bfloat16"), rel=0.01
-    )
+    assert weight_bytes(model("bfloat16")) == pytest.approx(size, rel=0.02)
+    assert weight_bytes(model("bfloat16", "int8")) == pytest.approx(1.53 * weight_bytes(model("bfloat16")), rel=0.01)
