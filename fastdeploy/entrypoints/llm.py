@@ -18,8 +18,7 @@ from fastdeploy.core.offline_outputs import RequestOutput
 from fastdeploy.core.offline_params import SamplingParams
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.entrypoints.llm_settings import checked_settings
-from fastdeploy.entrypoints.offline_requests import (
+from fastdeploy.entrypoints.offline.requests import (
     Chat,
     Prepared,
     Prompt,
@@ -31,8 +30,9 @@ from fastdeploy.entrypoints.offline_requests import (
     template_of,
     tools_of,
 )
-from fastdeploy.entrypoints.offline_steps import Progress, Step, iterate
-from fastdeploy.entrypoints.offline_views import OutputView
+from fastdeploy.entrypoints.offline.settings import checked_settings
+from fastdeploy.entrypoints.offline.steps import Progress, Step, iterate
+from fastdeploy.entrypoints.offline.views import OutputView
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.inter_communicator import messages as m
@@ -51,7 +51,7 @@ class LLM:
 
     model: folder; None = the embedded model. tokenizer: another folder, with the tokenizer's files. chat_template:
     Jinja, or a file of it, instead of the model's. revision, enable_logprob: FastDeploy's, without effect. settings:
-    fields of EngineConfig and ServeConfig, and FastDeploy's engine arguments (entrypoints/llm_settings.py). runner:
+    fields of EngineConfig and ServeConfig, and FastDeploy's engine arguments (entrypoints/offline/settings.py). runner:
     replaces the runner that loads the model. Thread-safe: another thread may pause, abort or update weights while
     ``generate`` runs.
     """

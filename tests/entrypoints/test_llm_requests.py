@@ -17,9 +17,9 @@ from fastdeploy.core.offline_outputs import CompletionOutput, Completions
 from fastdeploy.core.outputs import Logprob as Entry
 from fastdeploy.core.sampling_params import SamplingParams as EngineParams
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.llm_settings import settings_of
-from fastdeploy.entrypoints.offline_requests import conversations_of, prepare, tools_of
-from fastdeploy.entrypoints.offline_views import OutputView
+from fastdeploy.entrypoints.offline.requests import conversations_of, prepare, tools_of
+from fastdeploy.entrypoints.offline.settings import settings_of
+from fastdeploy.entrypoints.offline.views import OutputView
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_runner import FakeRunner, expected_tokens
 
