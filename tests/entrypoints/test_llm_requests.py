@@ -135,6 +135,17 @@ def test_a_chat_renders_the_template_with_its_variables(llm):
             llm.chat(bad, GREEDY)
 
 
+def test_a_chat_template_of_the_llm_is_a_text_or_a_file_that_must_be_there(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (str(file), file.read_text()):
+        with LLM(runner=FakeRunner(vocab=VOCAB), chat_template=given) as llm:
+            assert llm.chat([{"role": "user", "content": "1"}], GREEDY)[0].prompt == "1!"
+            assert llm.generate({"messages": [{"role": "user", "content": "2"}]}, GREEDY)[0].prompt == "2!"
+    with pytest.raises(errors.InvalidField, match="^chat_template"):
+        LLM(chat_template=str(tmp_path / "missing.jinja"))
+
+
 def test_reasoning_and_calls_are_taken_out_of_the_text_of_a_chat(llm):
     answer = '<think>\nhm</think>\n\nOne.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

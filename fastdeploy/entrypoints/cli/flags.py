@@ -102,10 +102,11 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
 
 
-def read_template(given: str) -> str:
-    """Return the chat template of ``--chat-template``: the content of a file, or the text itself."""
+def read_template(given: str | None) -> str:
+    """Return a chat template that is given as its text or as a file of it; "" without one. Raises InvalidField for a
+    file that cannot be read."""
     if not given or "{" in given:
-        return given
+        return given or ""
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
