@@ -20,7 +20,8 @@ class ReasoningBudget:
     def __init__(self, sampling: SamplingParams, prompt: Iterable[int]):
         assert sampling.reasoning_max_tokens is not None
         self._budget, self._end = sampling.reasoning_max_tokens, sampling.reasoning_end
-        self._now = Reasoning(*sampling.reasoning_ids).after_prompt(prompt)
+        opens, closes = sampling.reasoning_ids
+        self._now = Reasoning(opens, closes).after_prompt(prompt)
         self.num_read = 0
 
     def read(self, output: Sequence[int]) -> None:
