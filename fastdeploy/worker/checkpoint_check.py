@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
 from fastdeploy.worker.part_reading import check_config
-from fastdeploy.worker.staging import ReceivedTensors
 
 
 def check_checkpoint(model: Model, path: str) -> int:
-    """Check the headers of the folder ``path`` as an engine does that starts with it: names, shapes and types, and that
-    no tensor is missing. Return the bytes of the tensors. Raises WeightUpdateRefused, which names the tensor."""
-    received = ReceivedTensors(model)
+    """Check the headers of the folder ``path`` as an engine does that starts with it: layout, names, shapes and types,
+    and that no tensor is missing. Return the bytes of the tensors. Raises WeightUpdateRefused, which names the
+    tensor."""
     with open_source(FolderSource(path)) as reader:
         assert reader.folder is not None
         check_config(reader.folder, model.config, required=True)
-        reader.check(received.shapes)
+        describe(reader, model)
         for parameter in model.parameters:
             for name in parameter.tensors:
                 if name not in reader.entries:

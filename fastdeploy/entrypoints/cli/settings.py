@@ -95,7 +95,11 @@ class SettingsParser(argparse.ArgumentParser):
                 row, source = FOREIGN[name], layer.sources[f"fastdeploy:{name}"]
                 if row.verdict is Verdict.NO_EFFECT:
                     without_effect.append(row.flag)
-                for target, value in _meaning(row, text, source, values).items():
+                try:
+                    meaning = row.meaning(text, values)
+                except ValueError as error:
+                    raise _BadSetting(f"{_place(source)}: {error}") from None
+                for target, value in meaning.items():
                     if rank > ranks[target]:
                         values[target], sources[target], ranks[target] = value, source, rank
         namespace.__dict__.update(values, sources=sources, without_effect=without_effect)
@@ -152,23 +156,6 @@ def _with_dashes(arg: str) -> str:
     """Return a flag with dashes, as FastDeploy takes ``--max_model_len`` too."""
     flag, equals, value = arg.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else arg
-
-
-def _meaning(row: Foreign, text: str, source: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return our settings for one flag of FastDeploy."""
-    parts = text.split("\n") if row.form is Form.MANY else [text]
-    if row.verdict is Verdict.REFUSED and not all(row.is_harmless(part) for part in parts):
-        raise _BadSetting(f"{_place(source)}: {_shown(row, text)} is refused here: {row.text.replace('`', '')}")
-    if row.to is None:
-        return {}
-    try:
-        return row.to(text, values)
-    except ValueError as error:
-        raise _BadSetting(f"{_place(source)}: {error}") from None
-
-
-def _shown(row: Foreign, text: str) -> str:
-    return "this flag" if row.form is Form.SWITCH else repr(text if len(text) < 60 else text[:57] + "...")
 
 
 def _place(source: str) -> str:

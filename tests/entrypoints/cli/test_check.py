@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.worker.model_runner import ModelRunner
+from support.checkpoints import SPECS, random_tensors, write_checkpoint
+from support.paddle_checkpoints import write_paddle_checkpoint
 
 
 @pytest.fixture
@@ -36,6 +39,14 @@ def test_the_plan_is_that_of_the_engine(check):
     assert memory["left"] == memory["free"] - memory["weights"] - memory["standby"] - memory["kv_cache"]
     assert (model["max_model_len"], model["dtype"], model["checkpoint_dtype"]) == (200, "float32", "bfloat16")
     assert model["architecture"] == "Qwen3ForCausalLM" and model["chat_template"] and not found["refused"]
+
+
+def test_a_folder_in_paddles_layout_is_checked_as_it_is_served(check, tmp_path):
+    spec = replace(SPECS["ernie"], shards=1)
+    ours = write_checkpoint(tmp_path / "huggingface", spec, random_tensors(spec))
+    theirs = write_paddle_checkpoint(tmp_path / "paddle", spec, random_tensors(spec), "paddle", "pdparams")
+    expected, found = (check(str(folder))["model"] for folder in (ours, theirs))
+    assert found["checkpoint_bytes"] == expected["checkpoint_bytes"] > 0
 
 
 def test_the_speed_follows_from_the_bandwidth(check):
