@@ -37,10 +37,9 @@ ABSENT = {
 }
 
 
-def fastdeploy_router(context: ServingContext) -> APIRouter:
+def fastdeploy_router(context: ServingContext, weights: FolderWeights) -> APIRouter:
     router = APIRouter()
-    client, config = context.client, context.config
-    weights = FolderWeights(client, config.model)
+    client = context.client
 
     @router.get("/ping")
     @router.post("/ping")
