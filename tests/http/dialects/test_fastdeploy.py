@@ -76,6 +76,15 @@ def test_every_server_has_fastdeploys_routes(module_stack):
     assert info["model_config"]["max_model_len"] == 128 and info["parallel_config"]["tensor_parallel_size"] == 1
 
 
+def test_no_secret_of_the_environment_is_shown(module_stack, monkeypatch):
+    answer(module_stack, m.ModelInfoArgs, {})
+    names = ("FD_API_KEY", "FD_HUB_TOKEN", "FD_DB_PASSWORD", "FD_Secret_2", "FD_MAX_TOKENS", "FDX")
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}")
+    shown = module_stack.http.get("/config-info").json()["env_config"]
+    assert set(names) & set(shown) == {"FD_MAX_TOKENS"}
+
+
 @pytest.mark.parametrize("path", ABSENT | NOT_HERE)
 def test_a_route_of_a_missing_feature_is_refused_with_the_alternative(module_stack, path):
     reply = module_stack.post(path, input="a")
