@@ -176,7 +176,9 @@ def _of_file(path: str, settings: Mapping[str, argparse.Action]) -> Layer:
     import yaml
 
     try:
-        entries = yaml.safe_load(Path(path).read_bytes())
+        content = Path(path).read_bytes()
+        _refuse_twice(path, yaml.compose(content, yaml.SafeLoader))
+        entries = yaml.safe_load(content)
     except OSError as error:
         raise _BadSetting(f"argument --config: expected a YAML file, got {path!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -193,6 +195,16 @@ def _of_file(path: str, settings: Mapping[str, argparse.Action]) -> Layer:
         if value is not None:
             _put(layer, name, value, f"{path}: {key}", settings)
     return layer
+
+
+def _refuse_twice(path: str, node: Any) -> None:
+    """Refuse a setting that stands twice in a file, of which YAML takes the last one."""
+    names: set[str] = set()
+    for key, _ in node.value if node is not None and node.id == "mapping" else ():
+        name = str(key.value).replace("-", "_")
+        if name in names:
+            raise _BadSetting(f"{path}, line {key.start_mark.line + 1}: {name} stands there twice")
+        names.add(name)
 
 
 def _of_environment(environment: Mapping[str, str], settings: Mapping[str, argparse.Action]) -> Layer:
@@ -235,6 +247,9 @@ def _read(action: argparse.Action, value: Any, place: str) -> Any:
         if isinstance(value, str) and value.lower() in (*TRUE, *FALSE):
             return value.lower() in TRUE
         return value if isinstance(value, bool) else bad("true or false")
+    takes_text = action.type is None and action.choices is None
+    if takes_text and any(isinstance(one, int | float) for one in (value if isinstance(value, list) else [value])):
+        bad("text in quotes")  # 0123 is 83 in YAML, and 1.10 is 1.1
     if isinstance(action, argparse._AppendAction):
         parts = value if isinstance(value, list) else str(value).split(",")
         return [str(part) for part in parts]
