@@ -12,6 +12,8 @@ from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.worker.model_runner import ModelRunner
+from support.checkpoints import Spec, random_tensors
+from support.paddle_checkpoints import write_paddle_checkpoint
 
 
 @pytest.fixture
@@ -36,6 +38,18 @@ def test_the_plan_is_that_of_the_engine(check):
     assert memory["left"] == memory["free"] - memory["weights"] - memory["standby"] - memory["kv_cache"]
     assert (model["max_model_len"], model["dtype"], model["checkpoint_dtype"]) == (200, "float32", "bfloat16")
     assert model["architecture"] == "Qwen3ForCausalLM" and model["chat_template"] and not found["refused"]
+
+
+@pytest.mark.parametrize("fused", ["", "paddleformers"])
+def test_a_folder_in_paddles_layout_is_checked_in_this_layout(check, tmp_path, fused):
+    spec = Spec("small", "Ernie4_5ForCausalLM", tied=True, head_dim=16)
+    folder = write_paddle_checkpoint(tmp_path / "model", spec, fused=fused)
+    model = check(str(folder))["model"]
+    assert model["layout"] == (fused or "paddle")
+    assert model["checkpoint_bytes"] == sum(array.nbytes for array in random_tensors(spec).values())
+    folder = write_paddle_checkpoint(tmp_path / "other", spec, fused=fused, intermediate_size=99)
+    [refused] = check(str(folder), status=1)["refused"]
+    assert "mlp." in refused["what"] and "in the layout" in refused["why"]
 
 
 def test_the_speed_follows_from_the_bandwidth(check):
