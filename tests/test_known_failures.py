@@ -108,7 +108,6 @@ also have tests with real processes in tests/e2e.
     tests/engine/pauses/test_scopes.py::test_frozen_requests_of_a_paused_adapter_are_preempted_for_others
     tests/engine/pauses/test_scopes.py::test_held_requests_of_an_adapter_take_no_place_in_the_queue_of_others
 39. Equal prompts of one request drew equal samples.
-    tests/worker/test_resubmission.py::test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone
     tests/http/openai/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_body
 40. A message that cannot be encoded ended the engine's loop.
     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole

@@ -12,6 +12,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints import engine_main as main
+from fastdeploy.entrypoints.loading_progress import LoadingReports
 from support.fake_runner import FakeRunner
 
 
@@ -20,9 +21,12 @@ def test_the_engine_reports_ready_after_warm_up_and_collector_settings(monkeypat
     monkeypatch.setattr(main, "collect_rarely", lambda: order.append(f"collector, after {len(runner.plans)} steps"))
     monkeypatch.setattr(CommonEngine, "run", lambda engine: order.append("run"))
     events = SimpleNamespace(send=lambda kind, **_: order.append(kind))
-    config = EngineConfig(model="fake")
-    main.serve(config, runner, main.listen(config, str(tmp_path), None), str(tmp_path), events, SimpleNamespace())
-    assert runner.plans and order == [f"collector, after {len(runner.plans)} steps", "ready", "run"]
+    config, reports = EngineConfig(model="fake"), LoadingReports(events, str(tmp_path / "loading.json"))
+    main.serve(
+        config, runner, main.listen(config, str(tmp_path), None), str(tmp_path), events, SimpleNamespace(), reports
+    )
+    assert runner.plans and order == ["loading", f"collector, after {len(runner.plans)} steps", "ready", "run"]
+    assert not (tmp_path / "loading.json").exists(), "the API servers would say that it still loads"
 
 
 def test_the_engine_tells_the_supervisor_where_it_listens_for_the_fleet(monkeypatch, tmp_path):
@@ -30,8 +34,8 @@ def test_the_engine_tells_the_supervisor_where_it_listens_for_the_fleet(monkeypa
     monkeypatch.setattr(CommonEngine, "run", lambda engine: None)
     events = SimpleNamespace(send=lambda kind, **fields: sent.update(fields))
     config = EngineConfig(model="fake", fleet_endpoint="tcp://127.0.0.1:0")
-    transport = main.listen(config, str(tmp_path), "k" * 40)
-    main.serve(config, FakeRunner(), transport, str(tmp_path), events, SimpleNamespace())
+    transport, reports = main.listen(config, str(tmp_path), "k" * 40), LoadingReports(events, str(tmp_path / "loading"))
+    main.serve(config, FakeRunner(), transport, str(tmp_path), events, SimpleNamespace(), reports)
     assert sent["fleet_endpoint"] == transport.fleet_endpoint != config.fleet_endpoint
 
 

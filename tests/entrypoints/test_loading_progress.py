@@ -99,7 +99,7 @@ def test_weights_are_read_in_pieces_when_somebody_looks(monkeypatch):
     sizes = {"a": 60, "b": 60, "c": 300, "d": 10, "e": 0}
 
     class Entry:
-        dtype, offset, fd = "BF16", 0, 0
+        dtype, offset, fd, view = "BF16", 0, 0, None
 
         def __init__(self, nbytes: int):
             self.nbytes = nbytes
