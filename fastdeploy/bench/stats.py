@@ -23,7 +23,7 @@ class Spread:
 
     count: int
     mean: float
-    at: dict[int, float]
+    at: dict[float, float]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class ServingStats:
     e2e: Spread
 
 
-def spread(values: Sequence[float], percents: Sequence[int] = PERCENTS) -> Spread:
+def spread(values: Sequence[float], percents: Sequence[float] = PERCENTS) -> Spread:
     """Return mean and percentiles of ``values``."""
     return Spread(len(values), sum(values) / max(len(values), 1), {p: percentile(values, p) for p in percents})
 
 
-def summarize(logs: Sequence[StreamLog], percents: Sequence[int] = PERCENTS) -> ServingStats:
+def summarize(logs: Sequence[StreamLog], percents: Sequence[float] = PERCENTS) -> ServingStats:
     """Return the figures of completed requests: those with a token and with exactly one end."""
     good = [log for log in logs if log.ended_once and log.tokens]
     bad = [log for log in logs if not (log.ended_once and log.tokens)]

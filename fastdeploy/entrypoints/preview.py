@@ -26,8 +26,8 @@ NONE = "none"
 
 
 class Model(msgspec.Struct, frozen=True):
-    """parameters: numbers in the tensors. checkpoint_bytes: of the weights on disk. dtype, quantization: of what
-    serves. isa, threads: of the ops; "reference" = the slow ops of Paddle. chat_template: whether there is one."""
+    """parameters: numbers in the tensors. checkpoint_bytes, layout: of the weights on disk. dtype, quantization: of
+    what serves. isa, threads: of the ops; "reference" = the slow ops of Paddle. chat_template: whether there is one."""
 
     name: str
     path: str
@@ -36,6 +36,7 @@ class Model(msgspec.Struct, frozen=True):
     parameters: int
     checkpoint_bytes: int
     checkpoint_dtype: str
+    layout: str
     dtype: str
     quantization: str
     vocabulary: int
@@ -123,14 +124,16 @@ def _describe(engine: EngineConfig, serve: ServeConfig, found: Preview) -> None:
     tokenizer = load_tokenizer(engine.model, serve.chat_template)
     template = "" if tokenizer is None else tokenizer.template
     ops: Any = planned.ops
+    checkpoint = check_checkpoint(planned.model, engine.model)
     found.model = Model(
         name=serve.served_model_name,
         path=engine.model,
         architecture=planned.config.architecture,
         layers=planned.config.num_hidden_layers,
         parameters=num_parameters(planned.model),
-        checkpoint_bytes=check_checkpoint(planned.model, engine.model),
+        checkpoint_bytes=checkpoint.nbytes,
         checkpoint_dtype=planned.config.dtype,
+        layout=checkpoint.layout.name,
         dtype=planned.ops.dtype,
         quantization=engine.quantization or NONE,
         vocabulary=planned.config.vocab_size,

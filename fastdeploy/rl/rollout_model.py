@@ -107,8 +107,9 @@ class RolloutModel(nn.Layer):
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Write ``checkpoint`` and its config.json to a folder, which ``LLM.update_weights`` and /v1/update_weights
-        take. The folder must exist. Raises InvalidField as ``checkpoint`` does, and OSError."""
+        take. A folder that does not exist is made. Raises InvalidField as ``checkpoint`` does, and OSError."""
         old, new = Path(self.fd_config.model), Path(folder)
+        new.mkdir(parents=True, exist_ok=True)
         config = json.loads((old / CONFIG).read_text())
         kept = {key: value for key, value in config.items() if key not in OF_PADDLE}
         (new / CONFIG).write_text(json.dumps(kept | {"torch_dtype": self.fd_config.dtype}, indent=1))

@@ -106,7 +106,8 @@ def model_rows(model: Model) -> Iterator[tuple[str, str]]:
     served = model.dtype if model.quantization == "none" else f"{model.dtype}, multiplied as {model.quantization}"
     yield "name", f"{model.name} ({model.path})"
     yield "architecture", f"{model.architecture}, {model.layers} layers, {_count(model.parameters)} parameters"
-    yield "checkpoint", f"{model.checkpoint_dtype}, {model.checkpoint_bytes / GIB:.2f} GiB; all tensors are there"
+    size = f"{model.checkpoint_bytes / GIB:.2f} GiB"
+    yield "checkpoint", f"{model.checkpoint_dtype}, {size}, layout {model.layout}; all tensors are there"
     yield "served in", served
     yield "longest sequence", f"{model.max_model_len} tokens"
     template = "with a chat template" if model.chat_template else "no chat template"

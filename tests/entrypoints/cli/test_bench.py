@@ -56,6 +56,8 @@ def test_a_server_that_is_not_there_is_exit_status_two():
     [
         ("serve --num-prompts 0", "--num-prompts: expected a number above 0"),
         ("serve --request-rate 0", "--request-rate: expected a number above 0"),
+        ("serve --metric-percentiles 5,101", "--metric-percentiles: expected numbers from 0 to 100"),
+        ("serve --metric-percentiles nan", "--metric-percentiles: expected numbers from 0 to 100"),
         ("serve --metric-percentiles 5,x", "--metric-percentiles: expected numbers from 0 to 100"),
         ("serve --percentile-metrics ttfb", "--percentile-metrics: expected some of ttft"),
         ("serve --dataset-name EBChat", "--dataset-path: expected a file for EBChat"),
@@ -63,8 +65,11 @@ def test_a_server_that_is_not_there_is_exit_status_two():
         ("serve --backend openai-chat", "--backend: expected openai for random prompts"),
         ("latency --batch-size 0", "--batch-size: expected a number above 0"),
         ("throughput --dataset-name EB", "--dataset-name: expected random, got 'EB'"),
+        ("throughput --backend fastdeploy-chat --dataset-name EBChat --dataset-path f", "`bench serve` takes files"),
+        ("throughput --dataset-path f", "--dataset-path: prompts are random here"),
         ("throughput --tensor-parallel-size 4", "--tensor-parallel-size: '4' is refused here"),
         ("eval", "eval is refused here: lm-eval is a program of its own"),
+        ("eval --model local-completions -t a --write_out", "eval is refused here: lm-eval is a program of its own"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(flags: str, told: str, capsys: pytest.CaptureFixture[str]):
@@ -72,6 +77,14 @@ def test_what_cannot_be_measured_is_refused_by_name(flags: str, told: str, capsy
         main(["bench", *flags.split()])
     assert caught.value.code == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_percentiles_may_have_a_fraction_and_fastdeploys_further_metrics_are_taken(tmp_path: Path):
+    shown = ["--percentile-metrics", "ttft,s_ttft,s_decode,input_len", "--metric-percentiles", "80,99.9"]
+    file = ["--result-dir", str(tmp_path), "--result-filename", "one.json"]
+    code, out, _ = bench_serve("--num-prompts", "2", *shown, *file)
+    assert code == 0 and "p80 " in out and "p99.9 " in out and "s_ttft" not in out
+    assert {"p80_ttft_ms", "p99.9_ttft_ms"} <= json.loads((tmp_path / "one.json").read_text()).keys()
 
 
 def test_files_of_fastdeploys_formats_become_requests(tmp_path: Path):

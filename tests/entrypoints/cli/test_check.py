@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, random_tensors, write_checkpoint
+from support.checkpoints import Spec, random_tensors
 from support.paddle_checkpoints import write_paddle_checkpoint
 
 
@@ -41,12 +40,16 @@ def test_the_plan_is_that_of_the_engine(check):
     assert model["architecture"] == "Qwen3ForCausalLM" and model["chat_template"] and not found["refused"]
 
 
-def test_a_folder_in_paddles_layout_is_checked_as_it_is_served(check, tmp_path):
-    spec = replace(SPECS["ernie"], shards=1)
-    ours = write_checkpoint(tmp_path / "huggingface", spec, random_tensors(spec))
-    theirs = write_paddle_checkpoint(tmp_path / "paddle", spec, random_tensors(spec), "paddle", "pdparams")
-    expected, found = (check(str(folder))["model"] for folder in (ours, theirs))
-    assert found["checkpoint_bytes"] == expected["checkpoint_bytes"] > 0
+@pytest.mark.parametrize("fused", ["", "paddleformers"])
+def test_a_folder_in_paddles_layout_is_checked_in_this_layout(check, tmp_path, fused):
+    spec = Spec("small", "Ernie4_5ForCausalLM", tied=True, head_dim=16)
+    folder = write_paddle_checkpoint(tmp_path / "model", spec, fused=fused)
+    model = check(str(folder))["model"]
+    assert model["layout"] == (fused or "paddle")
+    assert model["checkpoint_bytes"] == sum(array.nbytes for array in random_tensors(spec).values())
+    folder = write_paddle_checkpoint(tmp_path / "other", spec, fused=fused, intermediate_size=99)
+    [refused] = check(str(folder), status=1)["refused"]
+    assert "mlp." in refused["what"] and "in the layout" in refused["why"]
 
 
 def test_the_speed_follows_from_the_bandwidth(check):

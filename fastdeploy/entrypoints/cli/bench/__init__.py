@@ -19,7 +19,9 @@ def add_parser(commands: Commands) -> SettingsParser:
     for kind in (serve, latency, throughput):
         own = kind.add_parser(kinds)
         own.set_defaults(measure=kind.run, bench_parser=own)
-    kinds.add_parser("eval", help="refused: lm-eval does it", add_help=False).set_defaults(measure=None)
+    own = kinds.add_parser("eval", help="refused: lm-eval does it", add_help=False, prefix_chars="\0")
+    own.add_argument("words", nargs="*")  # all flags of FastDeploy's
+    own.set_defaults(measure=None)
     return parser
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def add_engine_flags(parser: SettingsParser) -> None:
     """Add the flags of ``fastdeploy serve``, of which those of the engine count, and ``--output-json``."""
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--disable-detokenize", action="store_true", help=argparse.SUPPRESS)  # costs little
     add_serve_flags(parser)
     parser.take_settings()
 

@@ -29,6 +29,8 @@ CHAT, COMPLETIONS = "openai-chat", "openai"
 ENDPOINTS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 DATASETS = ("random", "EB", "EBChat")
 METRICS = {"ttft": "first token", "tpot": "per token", "itl": "between chunks", "e2el": "whole request"}
+# FastDeploy's times inside its server, and lengths: taken, so that its commands run, and not shown.
+NOT_MEASURED = ("s_ttft", "s_itl", "s_e2el", "s_decode", "input_len", "s_input_len", "output_len")
 # Of an entry of a file of EB: its name there, and its name in a request.
 EB_FIELDS = {"text": "prompt", "max_dec_len": "max_tokens", "temperature": "temperature", "topp": "top_p",
              "penalty_score": "repetition_penalty", "frequency_score": "frequency_penalty",
@@ -191,15 +193,19 @@ def _show(stats: ServingStats, metrics: Sequence[str]) -> None:
             print(f"{METRICS[name] + ' ms':24}mean {1000 * found.mean:.1f}{percentiles}")
 
 
-def _percents(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) <= 100 for word in words):
+def _percents(text: str) -> list[float]:
+    """Return the percentiles; whole numbers as int, so that 99 is named p99. Raises InvalidField."""
+    try:
+        percents = [float(word) for word in text.split(",")]
+    except ValueError:
+        percents = []
+    if not percents or not all(0 <= percent <= 100 for percent in percents):
         raise InvalidField("metric_percentiles", f"expected numbers from 0 to 100 with commas between, got {text!r}")
-    return [int(word) for word in words]
+    return [int(percent) if percent.is_integer() else percent for percent in percents]
 
 
 def _metrics(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
-    if not set(words) <= set(METRICS):
+    if not set(words) <= {*METRICS, *NOT_MEASURED}:
         raise InvalidField("percentile_metrics", f"expected some of {', '.join(METRICS)}, got {text!r}")
     return words

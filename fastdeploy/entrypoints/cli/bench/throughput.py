@@ -20,7 +20,9 @@ def add_parser(kinds: Commands) -> SettingsParser:
     """Add this kind of measurement."""
     parser = kinds.add_parser("throughput", help="tokens/s of an engine in this process", allow_abbrev=False)
     add = parser.add_argument
+    add("--backend", choices=("fastdeploy", "fastdeploy-chat"), help=argparse.SUPPRESS)  # no chat in random ids
     add("--dataset-name", default="random", help="random alone; `bench serve` takes files")
+    add("--dataset-path", metavar="FILE", help="refused; `bench serve` takes files")
     add("--num-prompts", type=int, default=50, metavar="N", help="(%(default)s)")
     add("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (%(default)s)")
     add("--output-len", type=int, default=64, metavar="N", help="tokens of an answer (%(default)s)")
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Return the exit status. Raises InvalidField."""
     if args.dataset_name != "random":
         raise InvalidField("dataset_name", f"expected random, got {args.dataset_name!r}; `bench serve` takes files")
+    if args.dataset_path is not None:
+        raise InvalidField("dataset_path", "prompts are random here; `bench serve` takes files")
     require_positive(args, "num_prompts", "input_len", "output_len", "n")
     shape = (args.num_prompts, args.input_len, args.output_len, args.n)
     with start_engine(args) as llm:
