@@ -261,6 +261,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
+        ({"response_max_tokens": 0, "enable_thinking": False}, ("response_max_tokens", "invalid_value", ">= 1")),
         ({"thinking_token_budget": 5}, ("reasoning_max_tokens", "invalid_value", "no known format of reasoning")),
         ({"logprobs": True, "temperature": 0.5, "top_p_normalized_logprobs": True},
          ("top_p_normalized_logprobs", "invalid_value", "temp_scaled_logprobs")),
