@@ -13,6 +13,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 OPS = runpy.run_path(str(HERE / "custom_ops" / "build.py"))
+VERSION = runpy.run_path(str(HERE / "fastdeploy" / "core" / "process.py"))["VERSION"]
 
 
 class BuildPy(build_py):
@@ -93,7 +94,7 @@ UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     name="fastdeploy-cpu",
-    version="0.11.0",
+    version=VERSION,
     description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",

@@ -28,7 +28,8 @@ def requests_left(text: str) -> int:
 
 def main() -> int:
     limit_s = float(sys.argv[1]) if len(sys.argv) > 1 else LIMIT_S
-    port = os.environ.get("FASTDEPLOY_METRICS_PORT") or os.environ.get("FASTDEPLOY_PORT", "8180")
+    given = (os.environ.get(name, "") for name in ("FASTDEPLOY_METRICS_PORT", "FASTDEPLOY_PORT"))
+    port = next((text for text in given if text.isdecimal()), "8180")  # Kubernetes may have put a URL there
     end = time.monotonic() + limit_s
     time.sleep(min(SETTLE_S, limit_s))
     left = 0

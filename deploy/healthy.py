@@ -10,14 +10,19 @@ import urllib.error
 import urllib.request
 
 TIMEOUT_S = 4
+NOT_MODIFIED = 304  # the answer of FastDeploy's form while a trainer writes new weights
 
 
 def main() -> int:
-    url = f"http://127.0.0.1:{os.environ.get('FASTDEPLOY_PORT', '8180')}/health"
+    port = os.environ.get("FASTDEPLOY_PORT", "")  # Kubernetes may have put the URL of a service there
+    url = f"http://127.0.0.1:{port if port.isdecimal() else 8180}/health"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S):
             return 0
-    except urllib.error.HTTPError as error:  # the body has the reason: it loads, or has died
+    except urllib.error.HTTPError as error:
+        if error.code == NOT_MODIFIED:
+            return 0
+        # The body has the reason: it loads, or has died.
         print(error.read().decode(errors="replace"))
     except OSError as error:
         print(error)

@@ -10,6 +10,7 @@ import pytest
 
 from fastdeploy.core.config import AUTO, NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS, ServeConfig
 from fastdeploy.core.errors import STATUS
+from fastdeploy.core.process import VERSION
 from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
 from fastdeploy.fleet.transaction import Rule
@@ -39,6 +40,11 @@ def test_the_readme_is_short_and_every_page_is_linked_from_it():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     assert all(f"docs/{page.name})" in text for page in PAGES[1:])
+
+
+def test_the_version_of_the_package_is_the_newest_one_of_the_changelog():
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == VERSION
 
 
 @pytest.mark.parametrize(

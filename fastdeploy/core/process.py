@@ -9,16 +9,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import socket
 import tempfile
 from functools import cache
 from pathlib import Path
 
-VERSION = "0.11.0"  # of this package
+VERSION = "0.14.0"  # of this package; setup.py reads it here
 COLLECT_AFTER = 50_000  # new objects that can be part of a reference cycle
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Two processes see each other's ids, shared memory and files only if all of these are the same.
 NAMESPACES = ("pid", "ipc", "mnt")
+
+
+def is_secret(variable: str) -> bool:
+    """Return whether the value of a variable of the environment must not be shown: a key, a token or a password."""
+    return re.search(r"KEY|TOKEN$|SECRET|PASSW|CREDENTIAL", variable.upper()) is not None
 
 
 def log_level() -> str:

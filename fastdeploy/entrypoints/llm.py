@@ -18,8 +18,8 @@ from fastdeploy.core.offline_outputs import RequestOutput
 from fastdeploy.core.offline_params import SamplingParams
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.entrypoints.llm_settings import checked_settings
-from fastdeploy.entrypoints.offline_requests import (
+from fastdeploy.entrypoints.cli.flags import read_template
+from fastdeploy.entrypoints.offline.requests import (
     Chat,
     Prepared,
     Prompt,
@@ -28,11 +28,11 @@ from fastdeploy.entrypoints.offline_requests import (
     params_of,
     prepare,
     prompts_of,
-    template_of,
     tools_of,
 )
-from fastdeploy.entrypoints.offline_steps import Progress, Step, iterate
-from fastdeploy.entrypoints.offline_views import OutputView
+from fastdeploy.entrypoints.offline.settings import checked_settings
+from fastdeploy.entrypoints.offline.steps import Progress, Step, iterate
+from fastdeploy.entrypoints.offline.views import OutputView
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.inter_communicator import messages as m
@@ -51,7 +51,7 @@ class LLM:
 
     model: folder; None = the embedded model. tokenizer: another folder, with the tokenizer's files. chat_template:
     Jinja, or a file of it, instead of the model's. revision, enable_logprob: FastDeploy's, without effect. settings:
-    fields of EngineConfig and ServeConfig, and FastDeploy's engine arguments (entrypoints/llm_settings.py). runner:
+    fields of EngineConfig and ServeConfig, and FastDeploy's engine arguments (entrypoints/offline/settings.py). runner:
     replaces the runner that loads the model. Thread-safe: another thread may pause, abort or update weights while
     ``generate`` runs.
     """
@@ -72,8 +72,7 @@ class LLM:
         from fastdeploy.entrypoints.loading import load_runner
 
         config, serving = checked_settings(str(model or MODEL_DIR), settings)
-        self.tokenizer = load_tokenizer(tokenizer or config.model)
-        self._chat_template = template_of(chat_template)
+        self.tokenizer = load_tokenizer(tokenizer or config.model, read_template(chat_template))
         self._runner = runner if runner is not None else load_runner(config)
         self._transport = InprocTransport()
         self._engine = CommonEngine(config, self._runner, self._transport)
@@ -151,7 +150,7 @@ class LLM:
         messages: one conversation (a list of dicts with role and content), or a list of several.
         chat_template_kwargs: variables of the template, such as enable_thinking. chat_template: Jinja, or a file of it.
         tools: one JSON schema of a function, or a list of them, as in OpenAI's chat."""
-        template = template_of(chat_template) or self._chat_template
+        template = read_template(chat_template) or None
         chat = {"chat_template_kwargs": chat_template_kwargs, "chat_template": template, "tools": tools_of(tools)}
         return self._answer(conversations_of(messages), sampling_params, use_tqdm, stream, lora_name, fields, chat)
 
@@ -282,8 +281,6 @@ class LLM:
         """Return the checked requests. chat: further fields of conversations."""
         context = self._context
         of_chat = {name: value for name, value in chat.items() if value is not None}
-        if self._chat_template is not None:
-            of_chat.setdefault("chat_template", self._chat_template)
         return [await prepare(context, prompt, params, own, of_chat) for prompt, params, own in asked]
 
     async def _generate(

@@ -28,6 +28,7 @@ from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal import areal_router
 from fastdeploy.http.dialects.fastdeploy.form import form_router, refused
 from fastdeploy.http.dialects.fastdeploy.routes import fastdeploy_router
+from fastdeploy.http.dialects.fastdeploy.weights import FolderWeights
 from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
@@ -60,7 +61,6 @@ ROUTERS = {
     "SkyRL": (skyrl_router,),
     "SGLang": (sglang_router,),
     "AReaL": (areal_router,),
-    "FastDeploy": (fastdeploy_router,),
 }
 
 
@@ -92,8 +92,10 @@ def create_app(
     routers = [(tag, router(context)) for tag, group in ROUTERS.items() for router in group]
     store = SessionStore(config.session_dir, config.max_sessions_mb << 20, config.session_ttl_s)
     routers.insert(2, ("Sessions", sessions_router(Agents(context, store, keys))))
+    weights = FolderWeights(client, config.model)
+    routers.append(("FastDeploy", fastdeploy_router(context, weights)))
     if config.fastdeploy_form:
-        routers.insert(0, ("FastDeploy", form_router(context)))
+        routers.insert(0, ("FastDeploy", form_router(context, weights)))
     routers += [("", docs_router(app)), ("", ui_router(client))]
     for tag, router in routers:
         app.include_router(router, tags=[tag])

@@ -25,12 +25,12 @@ from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsRead
 
 QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
 PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
-# What Paddle names in another way: the names of the models of FastDeploy, and of their layers.
+# What the models of FastDeploy name in another way: their modules, and the decoder.
+MODULES = {"embed_tokens.embeddings": "embed_tokens", "lm_head.linear": "lm_head", "qk_norm.q_norm": "q_norm",
+           "qk_norm.k_norm": "k_norm"}  # fmt: skip
 RENAMED = (
     (re.compile(r"^(ernie|qwen2|llama)\."), "model."),
-    (re.compile(r"^model\.embed_tokens\.embeddings\.weight$"), EMBEDDING),
-    (re.compile(r"^lm_head\.linear\.weight$"), LM_HEAD),
-    (re.compile(r"\.qk_norm\.([qk])_norm\."), r".\1_norm."),
+    *((re.compile(rf"(^|\.){re.escape(theirs)}\."), rf"\1{ours}.") for theirs, ours in MODULES.items()),
 )
 DTYPE_SINCE = (4, 56)  # from this version on transformers writes the key "dtype", as Paddle does
 

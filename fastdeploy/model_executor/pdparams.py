@@ -17,7 +17,7 @@ MAX_PROGRAM_BYTES, MAX_INSTRUCTIONS = 8 << 20, 1 << 20
 TOO_LONG = "its instructions are too long for a dictionary of arrays"
 WINDOW = 1 << 16  # bytes that are read at once
 MAX_TEXT_BYTES = 4096
-MAX_RANK = 8
+MAX_RANK, MAX_DIM = 8, 1 << 63
 # Entries of the dictionary that are no tensors: paddle.save adds the first one.
 NAME_TABLE, SPLIT_TABLE = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 # Types of numpy, and what their values are in a file of safetensors. Paddle keeps bfloat16 as uint16.
@@ -65,7 +65,8 @@ class _Type:
 
     def build(self, state: tuple[Any, ...]) -> None:
         if state[1] not in ("<", "|", "="):
-            raise ValueError(f"an array has the byte order {state[1]!r}, expected little-endian")
+            order = state[1] if isinstance(state[1], str) else type(state[1]).__name__
+            raise ValueError(f"an array has the byte order {order[:20]!r}, expected little-endian")
 
 
 class _Array:
@@ -77,8 +78,9 @@ class _Array:
         _, shape, kind, in_fortran_order, raw = state
         if not (isinstance(kind, _Type) and isinstance(raw, _Bytes) and isinstance(shape, tuple)):
             raise ValueError("an array is not as numpy writes it")
-        if len(shape) > MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"an array has the shape {shape!r}")
+        if len(shape) > MAX_RANK or not all(type(n) is int and 0 <= n < MAX_DIM for n in shape):
+            # Never shown: the text of tuples in tuples, each of which is there twice, would fill the memory.
+            raise ValueError(f"an array has a shape that is not up to {MAX_RANK} sizes")
         if in_fortran_order and len(shape) > 1:
             raise ValueError("an array is in Fortran order, expected C order (numpy.ascontiguousarray)")
         if math.prod(shape) * _itemsize(kind.code) != raw.nbytes:

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fastdeploy.model_executor.checkpoint_layout import MODULES, PARTS
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
 from fastdeploy.model_executor.parameters import Parameter
 
 # The name of FastDeploy's decoder in a model of this architecture; the others have "model", as in checkpoints.
 DECODERS = {"Qwen2ForCausalLM": "qwen2", "Ernie4_5ForCausalLM": "ernie", "Ernie4_5_ForCausalLM": "ernie"}
 CHECKPOINT_DECODER = "model"
-FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "up_gate_proj"}
-RENAMED = {"embed_tokens": "embed_tokens.embeddings", "lm_head": "lm_head.linear", "q_norm": "qk_norm.q_norm",
-           "k_norm": "qk_norm.k_norm"}  # fmt: skip
+FUSED = {tuple(parts): fused.split(".")[1] for fused, parts in PARTS.items()}  # q, k and v -> qkv_proj
+RENAMED = {ours: theirs for theirs, ours in MODULES.items()}
 # The names in a trainer of PaddleFormers, where they differ from FastDeploy's.
 TRAINED = {"embed_tokens.embeddings": "embed_tokens", "lm_head.linear": "lm_head", "up_gate_proj": "gate_up_fused_proj"}
 SAME_AS_TRAINED = {"ernie": ("up_gate_proj",)}  # by decoder: its trainers have this name, too
@@ -83,8 +83,8 @@ def _tensor(
 ) -> FusedTensor:
     path, kind = in_decoder(names[0], decoder).rpartition(".")[::2]
     parent, dot, module = path.rpartition(".")
-    stems = tuple(name.rpartition(".")[0].rpartition(".")[2] for name in names)
-    here = FUSED[stems] if len(stems) > 1 else RENAMED.get(module, module)
+    fused = tuple(".".join(name.split(".")[-3:-1]) + "." for name in names)
+    here = FUSED[fused] if len(names) > 1 else RENAMED.get(module, module)
     kept: Sequence[str] = SAME_AS_TRAINED.get(decoder, ())
     there = here if here in kept else TRAINED.get(here, here)
     return FusedTensor(f"{parent}{dot}{here}.{kind}", shape, parts, transposed, f"{parent}{dot}{there}.{kind}")

@@ -19,8 +19,8 @@ class Checkpoint(NamedTuple):
 
 
 def check_checkpoint(model: Model, path: str) -> Checkpoint:
-    """Check the headers of the folder ``path`` as an engine does that starts with it: names, shapes and types, and that
-    no tensor is missing. Raises WeightUpdateRefused, which names the tensor."""
+    """Check the headers of the folder ``path`` as an engine does that starts with it: layout, names, shapes and types,
+    and that no tensor is missing. Raises WeightUpdateRefused, which names the tensor."""
     with open_source(FolderSource(path)) as reader:
         assert reader.folder is not None
         check_config(reader.folder, model.config, required=True)

@@ -17,10 +17,8 @@ def free_memory() -> int:
 
 def total_memory() -> int:
     """Return the bytes of the machine's memory, or the limit of this cgroup if that is less."""
-    limit = CGROUP / "memory.max"
-    text = limit.read_text().strip() if limit.exists() else "max"
-    total = _of_machine("MemTotal")
-    return total if text == "max" else min(total, int(text))
+    total, limit = _of_machine("MemTotal"), _cgroup_limit(CGROUP)
+    return total if limit is None else min(total, limit)
 
 
 def _of_machine(name: str) -> int:
@@ -28,16 +26,21 @@ def _of_machine(name: str) -> int:
     return int(meminfo[name].split()[0]) * 1024
 
 
-def _free_in_cgroup(folder: Path) -> int | None:
-    """Return the bytes that a cgroup (version 2) may still allocate; None without a limit. Files that were read count
-    as used memory, but those that are not in use (inactive_file) give way."""
+def _cgroup_limit(folder: Path) -> int | None:
+    """Return the bytes that a cgroup (version 2) may have; None without a limit."""
     limit = folder / "memory.max"
     text = limit.read_text().strip() if limit.exists() else "max"
-    if text == "max":
+    return None if text == "max" else int(text)
+
+
+def _free_in_cgroup(folder: Path) -> int | None:
+    """Return the bytes that a cgroup may still allocate; None without a limit. Files that were read count as used
+    memory, but those that are not in use (inactive_file) give way."""
+    if (limit := _cgroup_limit(folder)) is None:
         return None
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int((folder / "memory.current").read_text()) - int(stat["inactive_file"])
-    return max(int(text) - max(used, 0), 0)
+    return max(limit - max(used, 0), 0)
 
 
 def resident_memory() -> int:

@@ -149,7 +149,8 @@ class TokenMaskMaker:
 
     def __init__(self, model_path: str, vocab_size: int, eos_token_ids: Sequence[int]):
         file = Path(model_path) / "tokenizer.json"
-        self._words, self._vocab_size = -(-vocab_size // 32), vocab_size
+        self._words = -(-vocab_size // 32)
+        self._last = np.uint32(0xFFFFFFFF >> (self._words * 32 - vocab_size))  # the ids in the last word of a mask
         self._grammars = GrammarCompiler(file, vocab_size, eos_token_ids[0]) if eos_token_ids else None
         self.has_grammars = self._grammars is not None and file.is_file()
         self._states: dict[int, _State] = {}
@@ -195,6 +196,7 @@ class TokenMaskMaker:
         bits = np.full((sum(counts), self._words), 0xFFFFFFFF, np.uint32)
         at = _firsts(rows)
         self._follow_grammars(rows, at, bits)
+        bits[:, -1] &= self._last  # bits that are no ids would pass for allowed ones
         for row, first in zip(rows, at, strict=True):
             for k in range(1 + len(row.drafts)):
                 row.restrict(bits[first + k], k)

@@ -140,11 +140,11 @@ class Metrics(http.server.BaseHTTPRequestHandler):
     """Answers /metrics with fewer and fewer requests, and /health with 503 and then 200."""
 
     left: list[int] = []
-    healthy = False
+    health = 503
 
     def do_GET(self) -> None:
         counts = Metrics.left.pop(0) if Metrics.left else 0
-        self.send_response(200 if self.path == "/metrics" or Metrics.healthy else 503)
+        self.send_response(200 if self.path == "/metrics" else Metrics.health)
         self.end_headers()
         text = f'fastdeploy:num_requests_running{{replica="a"}} {counts}\nfastdeploy:num_requests_waiting 0.0\n'
         self.wfile.write(text.encode() if self.path == "/metrics" else b"it loads")
@@ -177,5 +177,20 @@ def test_the_drain_waits_until_no_request_is_left(port, monkeypatch, capsys):
 
 def test_the_health_check_says_why_the_server_is_not_healthy(port, capsys):
     assert HEALTHY["main"]() == 1 and capsys.readouterr().out.strip() == "it loads"
-    Metrics.healthy = True
-    assert HEALTHY["main"]() == 0
+    for Metrics.health in (200, 304):  # 304: a server in FastDeploy's form, while a trainer writes new weights
+        assert HEALTHY["main"]() == 0 and capsys.readouterr().out == ""
+
+
+def test_the_url_that_kubernetes_puts_into_the_variable_of_the_port_is_no_port(monkeypatch, capsys):
+    asked: list[str] = []
+
+    def ask(url: str, timeout: float) -> None:
+        asked.append(url)
+        raise OSError("nobody listens")
+
+    monkeypatch.setenv("FASTDEPLOY_PORT", "tcp://10.0.0.1:8180")
+    monkeypatch.setattr("urllib.request.urlopen", ask)
+    monkeypatch.setattr("sys.argv", ["drain", "1"])
+    DRAIN["main"].__globals__.update(SETTLE_S=0.0)
+    assert HEALTHY["main"]() == 1 and DRAIN["main"]() == 0
+    assert asked == ["http://127.0.0.1:8180/health", "http://127.0.0.1:8180/metrics"]

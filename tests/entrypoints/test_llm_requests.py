@@ -17,9 +17,9 @@ from fastdeploy.core.offline_outputs import CompletionOutput, Completions
 from fastdeploy.core.outputs import Logprob as Entry
 from fastdeploy.core.sampling_params import SamplingParams as EngineParams
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.llm_settings import settings_of
-from fastdeploy.entrypoints.offline_requests import conversations_of, prepare, tools_of
-from fastdeploy.entrypoints.offline_views import OutputView
+from fastdeploy.entrypoints.offline.requests import conversations_of, prepare, tools_of
+from fastdeploy.entrypoints.offline.settings import settings_of
+from fastdeploy.entrypoints.offline.views import OutputView
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_runner import FakeRunner, expected_tokens
 
@@ -133,6 +133,17 @@ def test_a_chat_renders_the_template_with_its_variables(llm):
     for bad in ([], "hello", [["hello"]], [5]):
         with pytest.raises(errors.InvalidField, match="^messages"):
             llm.chat(bad, GREEDY)
+
+
+def test_a_chat_template_of_the_llm_is_a_text_or_a_file_that_must_be_there(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (str(file), file.read_text()):
+        with LLM(runner=FakeRunner(vocab=VOCAB), chat_template=given) as llm:
+            assert llm.chat([{"role": "user", "content": "1"}], GREEDY)[0].prompt == "1!"
+            assert llm.generate({"messages": [{"role": "user", "content": "2"}]}, GREEDY)[0].prompt == "2!"
+    with pytest.raises(errors.InvalidField, match="^chat_template"):
+        LLM(chat_template=str(tmp_path / "missing.jinja"))
 
 
 def test_reasoning_and_calls_are_taken_out_of_the_text_of_a_chat(llm):

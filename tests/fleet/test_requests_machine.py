@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.core.errors import DuplicateRequest, EngineDead, InvalidField, QueueFull
-from fastdeploy.core.request import Group, RequestTable
+from fastdeploy.core.request import Group
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.request_table import RequestTable
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.http.body import parse_body

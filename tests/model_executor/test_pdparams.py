@@ -129,6 +129,16 @@ def test_hostile_instructions_are_refused_in_bounded_time_and_memory(tmp_path, m
         assert refusal(path, raw)
 
 
+@pytest.mark.parametrize(("place", "old"), [("shape", b"K\x03\x85\x94"), ("byte order", b"\x8c\x01<\x94")])
+def test_tuples_in_tuples_are_never_shown(tmp_path, place, old):
+    """24 instructions make a tuple whose text has millions of characters; 40 would fill any memory."""
+    whole = pickle.dumps({"a": np.zeros((3,), np.float32)}, protocol=4)
+    assert whole.count(old) == 1
+    hostile = whole.replace(old, b"K\x01\x85q\xc8" + b"h\xc8\x86q\xc8" * 24)
+    why = refusal(tmp_path / "w.pdparams", hostile)
+    assert place in why and len(why) < 500
+
+
 def test_a_damaged_file_is_refused_or_read_within_its_bounds(tmp_path):
     path = tmp_path / "w.pdparams"
     whole = pickle.dumps({name: array[:2] for name, array in ARRAYS.items()}, protocol=4)

@@ -114,7 +114,9 @@ class FakeEngine:
                 admitted = {"session_id": session_id, "lease_s": 300.0}
                 self._transport.send(client, m.Reply(message.call_id, admitted))
             case m.Call(args=m.WeightInfoArgs()):
-                self._transport.send(client, m.Reply(message.call_id, {"session": None}))
+                self._transport.send(
+                    client, m.Reply(message.call_id, {"session": None, "asleep": [], "weight_epoch": 0})
+                )
             case m.Call(args=m.AdaptersArgs()):
                 self._transport.send(client, m.Reply(message.call_id, {"adapters": self.adapters}))
             case m.Call(args=m.PauseStatusArgs()):

@@ -40,8 +40,8 @@ class Server:
 
     It is bound to loopback, whatever ``config.host`` says."""
 
-    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
-        self._listeners = [bind("127.0.0.1", 0) for _ in ports_of(config)]
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys, port: int = 0):
+        self._listeners = [bind("127.0.0.1", port if name == "port" else 0) for name in ports_of(config)]
         config = with_ports(config, self._listeners)
         urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
         self.urls = dict(zip(ports_of(config), urls, strict=True))
@@ -90,11 +90,13 @@ class Server:
 
 
 class Stack:
-    """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket."""
+    """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket, ``restart_server`` the API
+    server on the same port."""
 
     def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
         self._endpoint = endpoint
-        self.server = Server(endpoint, tokenizer, config, keys)
+        self._args = (endpoint, tokenizer, config, keys)
+        self.server = Server(*self._args)
         self.restart_engine()
         self.server.wait_connected()
 
@@ -111,6 +113,13 @@ class Stack:
     def restart_engine(self, **fields) -> None:
         self.engine = FakeEngine(self._endpoint, **fields)
         self.engine.taken = self.server.all_taken
+
+    def restart_server(self) -> None:
+        port = self.server.http.base_url.port
+        self.server.stop()
+        self.server = Server(*self._args, port=port or 0)
+        self.engine.taken = self.server.all_taken
+        self.server.wait_connected()
 
     def close(self) -> None:
         self.server.stop()

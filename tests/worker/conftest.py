@@ -8,21 +8,15 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.weight_source import FileSource
-from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
 from support.checkpoints import SPECS, Spec, write_checkpoint, write_safetensors
+from support.runner_ops import OPS
 from support.step_driver import outputs
 from support.torch_generation import greedy
 from support.torch_process import TorchProcess
 
 PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 64, 100, 311]
 STEPS = 48
-
-# The ops that this machine can run: always the reference, and the C++ ops where they are built.
-OPS = {"reference": ReferenceOps}
-if (best := get_ops("float32")).name != "reference":
-    OPS[best.name] = get_ops
 
 Expected = dict[int, dict[str, np.ndarray]]
 

@@ -15,8 +15,8 @@ from fastdeploy.core.weight_source import FileSource
 from fastdeploy.worker.model_runner import KV_CACHE, WEIGHT, ModelRunner
 from support.checkpoints import SPECS, random_tensors, write_checkpoint, write_safetensors
 from support.deltas import State, changed, checksums_of, over_all_of, state_of, widened, write_delta
+from support.runner_ops import OPS
 from support.step_driver import outputs, sleep, wake
-from worker.conftest import OPS
 
 EVENTS = ["delta"] * 12 + ["full", "partial", "refused", "abandoned", "unseen", "sleep"]
 

@@ -17,8 +17,8 @@ from fastdeploy.core.weight_source import FileSource, PartFormat
 from fastdeploy.worker.model_runner import ModelRunner
 from support.delta_trainer import Trainer
 from support.deltas import State, changed, over_all_of, payload, write_delta
+from support.runner_ops import OPS
 from support.search import examples
-from worker.conftest import OPS
 
 K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
 K_BIAS, NORM = "model.layers.1.self_attn.k_proj.bias", "model.norm.weight"

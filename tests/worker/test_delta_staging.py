@@ -21,8 +21,8 @@ from fastdeploy.core.weight_source import FolderSource, PartFormat
 from fastdeploy.worker.model_runner import ModelRunner
 from support.delta_trainer import Trainer
 from support.deltas import over_all_of, payload, state_of, write_delta
+from support.runner_ops import OPS
 from support.step_driver import outputs, sleep, wake
-from worker.conftest import OPS
 
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
 K_BIAS, NORM = "model.layers.1.self_attn.k_proj.bias", "model.norm.weight"

@@ -16,6 +16,7 @@ from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Draws
 from support.adapters import cases, write_adapter
 from support.checkpoints import SPECS, prompt
+from support.runner_ops import with_ops
 from support.step_driver import Driver, Sequence, fresh, load
 
 VOCAB, COUNT, MOST = 211, 24, 7
@@ -63,7 +64,7 @@ def guesses(undisturbed: list[Sequence], kind: str, seed: int = 0) -> Callable[[
     return guess
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("make_runner", "name"), with_ops(SPECS), indirect=["make_runner"])
 def test_drafts_change_no_bit_of_tokens_and_logprobs(name, make_runner):
     runner = make_runner(name)
     alone = [Driver(runner).generate([one], COUNT)[0] for one in requests()]

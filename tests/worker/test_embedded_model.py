@@ -7,6 +7,7 @@ import pytest
 from examples.embedded_model.arithmetic import problems
 from examples.embedded_model.tokenizer import ASSISTANT_ID, END_ID, USER_ID
 from fastdeploy.embedded import MODEL_DIR
+from support.runner_ops import OPS, is_slow
 from support.step_driver import Driver, Sequence
 from support.torch_generation import solve
 from support.torch_process import TorchProcess
@@ -20,6 +21,7 @@ def wanted(torch_process: TorchProcess) -> dict[str, str]:
     return dict(zip(asked, answers, strict=True))
 
 
+@pytest.mark.parametrize("make_runner", [ops for ops in OPS if not is_slow(ops, "")], indirect=True)
 def test_the_embedded_model_is_served_as_transformers_computes_it(make_runner, wanted):
     driver = Driver(make_runner(MODEL_DIR, num_blocks=256))
     sequences = [Sequence(p, [USER_ID, *p.encode(), ASSISTANT_ID]) for p in wanted]

@@ -13,6 +13,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.plan import BlockCopy, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from support.checkpoints import SPECS, prompt, write_checkpoint
+from support.runner_ops import with_ops
 from support.step_driver import GREEDY, Driver, Sequence, fresh, sleep, update
 from support.torch_generation import save
 
@@ -70,7 +71,7 @@ def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(
     assert np.mean(errors) < BFLOAT16_MEAN
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("make_runner", "name"), with_ops(SPECS), indirect=["make_runner"])
 def test_bits_do_not_depend_on_the_batch_or_the_chunk_size(name, make_runner):
     driver = Driver(make_runner(name))
     lengths = (1, 17, 100, 130)

@@ -20,6 +20,7 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import cases, write_adapter
 from support.checkpoints import SPECS, prompt, write_checkpoint
+from support.runner_ops import with_ops
 from support.step_driver import Driver, Sequence, load, sleep, stage, update, wake
 from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 
@@ -69,7 +70,7 @@ def _sequence(length: int, served=None, **more) -> Sequence:
     return Sequence(f"p{length}", prompt(length, 211), **({} if served is None else {"served": served}), **more)
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize(("make_runner", "name"), with_ops(FLOAT32), indirect=["make_runner"])
 def test_greedy_ids_and_logprobs_are_those_of_peft_in_one_batch_of_all_kinds(
     name, make_runner, checkpoints, adapters, expected, torch_process
 ):

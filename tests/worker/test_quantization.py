@@ -14,8 +14,8 @@ from fastdeploy.core.serving_dtype import widen
 from fastdeploy.worker.model_runner import ModelRunner
 from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint
 from support.delta_trainer import Trainer
+from support.runner_ops import OPS
 from support.step_driver import outputs, sleep, update, wake
-from worker.conftest import OPS
 from worker.new_weights import Tensors, new_tensors
 
 NAMES = ("qwen3_bf16", "qwen2_bf16", "gemma_bf16")  # the last two tie their embedding

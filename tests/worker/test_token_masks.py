@@ -157,6 +157,7 @@ def test_min_tokens_does_not_end_a_grammar_that_may_go_on(make_driver):
             "leave no token",
         ),
         ({"grammar": grammars.lark("start: nothing")}, ""),
+        ({"bad_words": tuple((token,) for token in range(272))}, "leave no token"),  # 272 ids fill 8.5 words of a mask
     ],
 )
 def test_a_sequence_without_a_token_ends_alone_and_says_why(make_driver, fields, why):

@@ -17,7 +17,8 @@ from typing import Any
 from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.process import check_integrity
-from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, RequestTable, Scope, ServedModel
+from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, Scope, ServedModel
+from fastdeploy.core.request_table import RequestTable
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
 from fastdeploy.engine.requests.retention import DETACHED, Record, Retention

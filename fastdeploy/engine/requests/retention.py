@@ -27,8 +27,9 @@ import msgspec
 
 from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull, ResultLost
 from fastdeploy.core.outputs import Logprob, Span, merge_spans
-from fastdeploy.core.request import Group, RequestTable
+from fastdeploy.core.request import Group
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.request_table import RequestTable
 from fastdeploy.inter_communicator.messages import Output
 
 log = logging.getLogger("fastdeploy.engine")

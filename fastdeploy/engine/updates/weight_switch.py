@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.request import RequestTable
+from fastdeploy.core.request_table import RequestTable
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.core.served_weights import CommittedState
 from fastdeploy.engine.field_checks import check_epoch, check_label

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fastdeploy.entrypoints.cli.command import Commands, Context
-from fastdeploy.entrypoints.cli.prompting import read_lines, show
+from fastdeploy.entrypoints.cli.prompting import add_prompt_flags, options_of, read_lines, show
 from fastdeploy.entrypoints.cli.server_calls import ServerCalls, add_server_flags
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 
@@ -15,9 +15,8 @@ def add_parser(commands: Commands) -> SettingsParser:
     """Add this command."""
     parser = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
     add_server_flags(parser)
+    add_prompt_flags(parser, "message")
     parser.add_argument("--system-prompt", metavar="TEXT", help="the first message, of the role system")
-    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer and end")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer (the server's default)")
     return parser
 
 
@@ -27,10 +26,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     messages: list[dict[str, Any]] = []
     if args.system_prompt is not None:
         messages.append({"role": "system", "content": args.system_prompt})
-    options = {} if args.max_tokens is None else {"max_tokens": args.max_tokens}
-    lines = iter([args.quick]) if args.quick is not None else read_lines(server.model, "message")
-    for line in lines:
+    for line in read_lines(args, server.model, "message"):
         messages.append({"role": "user", "content": line})
-        answer = show(server.texts("/chat/completions", {"messages": messages, **options}))
+        answer = show(server.texts("/chat/completions", {"messages": messages, **options_of(args)}))
         messages.append({"role": "assistant", "content": answer})
     return 0

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
-from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, configs
+from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, configs, exposure
 from fastdeploy.entrypoints.cli.settings import SettingsParser, named_source, settings_of
 from fastdeploy.entrypoints.preview import Memory, Model, Preview, Refusal, Speed, preview, refusal
-from fastdeploy.http.guards.keys import is_exposed, read_keys
+from fastdeploy.http.guards.keys import read_keys
 
 WIDTH = 120  # of the output, where there is no terminal
 GIB = float(1 << 30)
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         found.refused.append(refusal(error))
     else:
         found = preview(engine, serve)
-        warnings += exposure(serve, is_exposed(serve, keys))
+        warnings += filter(None, [exposure(serve, keys)])
     warnings += [f"{flag} is taken without effect (docs/fastdeploy.md)" for flag in dict.fromkeys(args.without_effect)]
     found.refused = [Refusal(_place(args, one.what), one.why) for one in found.refused]
     if args.json:
@@ -56,15 +55,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         show(found, warnings, [(one.name, one.value, one.source) for one in settings], Console())
     return 1 if found.refused else 0
-
-
-def exposure(serve: ServeConfig, exposed: bool) -> list[str]:
-    """Return a warning if other machines can reach the server, and no control key is set."""
-    if not exposed:
-        return []
-    if serve.insecure_control:
-        return [f"anyone who reaches {serve.host} can pause the engine and change weights (--insecure-control)"]
-    return [f"control routes are refused: --host {serve.host} without --control-key FILE"]
 
 
 def _place(args: argparse.Namespace, what: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from fastdeploy.core.process import VERSION
+from fastdeploy.core.process import VERSION, is_secret
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 
@@ -54,7 +54,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "shared memory", f"{shared.f_bavail * shared.f_frsize / 2**30:.1f} GiB free"
     for name in sorted(os.environ):
         if name.startswith(SHOWN):
-            yield name, "(set)" if "KEY" in name else os.environ[name]
+            yield name, "(set)" if is_secret(name) else os.environ[name]
 
 
 def _first_cpu() -> dict[str, str]:

@@ -102,10 +102,11 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
 
 
-def read_template(given: str) -> str:
-    """Return the chat template of ``--chat-template``: the content of a file, or the text itself."""
+def read_template(given: str | None) -> str:
+    """Return a chat template that is given as its text or as a file of it; "" without one. Raises InvalidField for a
+    file that cannot be read."""
     if not given or "{" in given:
-        return given
+        return given or ""
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,14 +130,19 @@ def put_fleet_key(path: str | None, environment: MutableMapping[str, str]) -> No
     environment[FLEET_KEY] = secret
 
 
-def warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
-    """Warn if other machines can reach this server and no control key is set."""
+def exposure(config: ServeConfig, keys: Keys) -> str | None:
+    """Return a warning if other machines can reach this server and no control key is set."""
     if not is_exposed(config, keys):
-        return
+        return None
     if config.insecure_control:
-        logger.warning("--insecure-control: anyone who reaches %s can pause the engine and change weights", config.host)
-    else:
-        logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
+        return f"--insecure-control: anyone who reaches {config.host} can pause the engine and change weights"
+    return f"no control key and --host {config.host}: control routes are refused (--control-key FILE)"
+
+
+def warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
+    """Log the warning of :func:`exposure`."""
+    if (warning := exposure(config, keys)) is not None:
+        logger.warning(warning)
 
 
 def log_without_effect(args: argparse.Namespace, variables: Sequence[str]) -> None:

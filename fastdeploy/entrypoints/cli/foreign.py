@@ -58,6 +58,16 @@ class Foreign(NamedTuple):
         """Return whether a refused name may have this value."""
         return value.strip().lower() in self.harmless
 
+    def meaning(self, text: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return our settings for a value; {} for one that changes nothing. text: of MANY, one value on each line.
+        settings: those that are known so far. Raises ValueError, which says why, for a value that is refused."""
+        values = text.split("\n") if self.form is Form.MANY else [text]
+        if self.verdict is Verdict.REFUSED and not all(map(self.is_harmless, values)):
+            short = text if len(text) < 60 else text[:57] + "..."
+            shown = "this flag" if self.form is Form.SWITCH else repr(short)
+            raise ValueError(f"{shown} is refused here: {self.text.replace('`', '')}")
+        return {} if self.to is None else self.to(text, settings)
+
     def told(self) -> str:
         """Return the text of the docs, with the harmless values."""
         taken = ", ".join(f"`{value}`" for value in self.harmless if value)

@@ -95,7 +95,11 @@ class SettingsParser(argparse.ArgumentParser):
                 row, source = FOREIGN[name], layer.sources[f"fastdeploy:{name}"]
                 if row.verdict is Verdict.NO_EFFECT:
                     without_effect.append(row.flag)
-                for target, value in _meaning(row, text, source, values).items():
+                try:
+                    meaning = row.meaning(text, values)
+                except ValueError as error:
+                    raise _BadSetting(f"{_place(source)}: {error}") from None
+                for target, value in meaning.items():
                     if rank > ranks[target]:
                         values[target], sources[target], ranks[target] = value, source, rank
         namespace.__dict__.update(values, sources=sources, without_effect=without_effect)
@@ -154,23 +158,6 @@ def _with_dashes(arg: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else arg
 
 
-def _meaning(row: Foreign, text: str, source: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return our settings for one flag of FastDeploy."""
-    parts = text.split("\n") if row.form is Form.MANY else [text]
-    if row.verdict is Verdict.REFUSED and not all(row.is_harmless(part) for part in parts):
-        raise _BadSetting(f"{_place(source)}: {_shown(row, text)} is refused here: {row.text.replace('`', '')}")
-    if row.to is None:
-        return {}
-    try:
-        return row.to(text, values)
-    except ValueError as error:
-        raise _BadSetting(f"{_place(source)}: {error}") from None
-
-
-def _shown(row: Foreign, text: str) -> str:
-    return "this flag" if row.form is Form.SWITCH else repr(text if len(text) < 60 else text[:57] + "...")
-
-
 def _place(source: str) -> str:
     return f"argument {source}" if source.startswith("--") else source
 
@@ -189,7 +176,9 @@ def _of_file(path: str, settings: Mapping[str, argparse.Action]) -> Layer:
     import yaml
 
     try:
-        entries = yaml.safe_load(Path(path).read_bytes())
+        content = Path(path).read_bytes()
+        _refuse_twice(path, yaml.compose(content, yaml.SafeLoader))
+        entries = yaml.safe_load(content)
     except OSError as error:
         raise _BadSetting(f"argument --config: expected a YAML file, got {path!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -206,6 +195,16 @@ def _of_file(path: str, settings: Mapping[str, argparse.Action]) -> Layer:
         if value is not None:
             _put(layer, name, value, f"{path}: {key}", settings)
     return layer
+
+
+def _refuse_twice(path: str, node: Any) -> None:
+    """Refuse a setting that stands twice in a file, of which YAML takes the last one."""
+    names: set[str] = set()
+    for key, _ in node.value if node is not None and node.id == "mapping" else ():
+        name = str(key.value).replace("-", "_")
+        if name in names:
+            raise _BadSetting(f"{path}, line {key.start_mark.line + 1}: {name} stands there twice")
+        names.add(name)
 
 
 def _of_environment(environment: Mapping[str, str], settings: Mapping[str, argparse.Action]) -> Layer:
@@ -248,6 +247,9 @@ def _read(action: argparse.Action, value: Any, place: str) -> Any:
         if isinstance(value, str) and value.lower() in (*TRUE, *FALSE):
             return value.lower() in TRUE
         return value if isinstance(value, bool) else bad("true or false")
+    takes_text = action.type is None and action.choices is None
+    if takes_text and any(isinstance(one, int | float) for one in (value if isinstance(value, list) else [value])):
+        bad("text in quotes")  # 0123 is 83 in YAML, and 1.10 is 1.1
     if isinstance(action, argparse._AppendAction):
         parts = value if isinstance(value, list) else str(value).split(",")
         return [str(part) for part in parts]

@@ -50,7 +50,7 @@ def test_a_flag_with_the_value_of_the_default_beats_the_file(file):
 def test_each_type_of_setting_is_read_from_a_file(file):
     file.write_text(
         "insecure-control: true\nenable_prefix_caching: no\nallowed_hosts: [a, b]\nmodel_root: [/x, /y]\n"
-        "standby_weights: off\nkv_cache_gb: 2\nstall_s: 5\nspill_dir: /tmp\ntrace: null\nserved_model_name: 7\n"
+        "standby_weights: off\nkv_cache_gb: 2\nstall_s: 5\nspill_dir: /tmp\ntrace: null\nserved_model_name: '7'\n"
     )
     engine, serve = configs(parse("--config", str(file)))
     assert (serve.insecure_control, engine.enable_prefix_caching) == (True, False)
@@ -81,6 +81,9 @@ def test_each_type_of_setting_is_read_from_the_environment(monkeypatch):
         ("insecure_control: 3", "insecure_control: expected true or false, got 3"),
         ("dtype: int3", "dtype: expected one of auto, float32, bfloat16, got 'int3'"),
         ("config: other.yaml", "unknown setting 'config'"),
+        ("insecure-control: false\ninsecure_control: true", "line 2: insecure_control stands there twice"),
+        ("served-model-name: 010", "expected text in quotes, got 8"),
+        ("api-key: 0123456", "api-key: expected text in quotes, got a value"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: '2' is refused here: an engine computes on one CPU"),
         ("quantization: wint4", "quantization: wint4 is refused here"),
         ("- port", "expected settings with names, got list"),

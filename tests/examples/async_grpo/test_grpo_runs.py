@@ -50,10 +50,10 @@ def of_kind(events: list[dict], kind: str) -> list[dict]:
     return [event for event in events if event["kind"] == kind]
 
 
-SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("synchronous", "wait", "abort")]
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("synchronous", "wait", "abort", "keep")]
 
 
-@pytest.mark.parametrize("way", [*SLOW, "keep", "live"])
+@pytest.mark.parametrize("way", [*SLOW, "live"])
 def test_each_way_trains_and_accounts_for_every_token(way, url, tmp_path):
     before = sampled_tokens(url)
     events = run(url, tmp_path, sync=way, eval_every=2, eval_problems=20)
@@ -84,6 +84,7 @@ def test_no_token_is_trained_on_that_is_staler_than_allowed(url, tmp_path):
     assert "stale" in {rollout["why"] for rollout in of_kind(events, "rollout")}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint(url, tmp_path):
     process = subprocess.Popen(
         command(url, tmp_path, checkpoint_every=2, updates=1000), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

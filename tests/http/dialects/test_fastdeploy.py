@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,15 @@ def test_every_server_has_fastdeploys_routes(module_stack):
     assert info["model_config"]["max_model_len"] == 128 and info["parallel_config"]["tensor_parallel_size"] == 1
 
 
+def test_no_secret_of_the_environment_is_shown(module_stack, monkeypatch):
+    answer(module_stack, m.ModelInfoArgs, {})
+    names = ("FD_API_KEY", "FD_HUB_TOKEN", "FD_DB_PASSWORD", "FD_Secret_2", "FD_MAX_TOKENS", "FDX")
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}")
+    shown = module_stack.http.get("/config-info").json()["env_config"]
+    assert set(names) & set(shown) == {"FD_MAX_TOKENS"}
+
+
 @pytest.mark.parametrize("path", ABSENT | NOT_HERE)
 def test_a_route_of_a_missing_feature_is_refused_with_the_alternative(module_stack, path):
     reply = module_stack.post(path, input="a")
@@ -91,11 +100,73 @@ def test_a_clear_ends_and_refuses_requests_and_keeps_no_weights(stack):
     assert (pause.mode, pause.admission, pause.hold_id) == ("abort", "reject", "fastdeploy-cleared")
     assert sleep.discard and sleep.mode == "abort" and sleep.tags == ()
     stack.engine.status = CLEARED
+    answer(stack, m.WeightInfoArgs, {"asleep": ["kv_cache", "weight"]})
     assert stack.http.get("/clear_load_weight").json()["msg"] == "model weight is cleared"
+
+
+def test_a_clear_beside_one_of_another_api_server_leaves_its_hold(stack):
+    """Without the hold, no update would load the weights again."""
+    asleep: list[str] = []
+
+    def sleep(call: m.Call) -> m.Reply:
+        asleep[:] = ["kv_cache", "weight"]  # the other one was faster
+        return m.Reply(call.call_id, {}, m.Failure("wrong_order", "weight sleeps already", {}))
+
+    answer(stack, m.PauseArgs, {"status": "paused"})
+    stack.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(call.call_id, {"asleep": asleep})
+    stack.engine.replies[m.SleepArgs] = sleep
+    released: list[Any] = []
+    stack.engine.replies[m.ResumeArgs] = lambda call: released.append(call.args) or m.Reply(call.call_id, {})
+    assert stack.http.get("/clear_load_weight").json()["msg"] == "model weight is cleared"
+    assert not released
+
+
+def test_calls_of_all_ranks_at_once_clear_and_load_once(stack):
+    """What is engine state here: the names of the holds, and what sleeps."""
+    holds: list[str] = []
+    asleep: list[str] = []
+
+    def handler(change: Callable[[Any], Any]) -> Callable[[m.Call], m.Reply]:
+        def handle(call: m.Call) -> m.Reply:
+            change(call.args)
+            return m.Reply(call.call_id, {"asleep": asleep[:], "weight_epoch": 1})
+
+        return handle
+
+    def status(call: m.Call) -> m.Reply:
+        return m.Reply(call.call_id, {"holds": [{"id": name} for name in holds]})
+
+    stack.engine.replies |= {
+        m.PauseStatusArgs: status,
+        m.PauseArgs: handler(lambda args: holds.append(args.hold_id)),
+        m.SleepArgs: handler(lambda args: asleep.extend(["kv_cache", "weight"])),
+        m.WeightInfoArgs: handler(lambda args: None),
+        m.WakeArgs: handler(lambda args: asleep.clear()),
+        m.UpdateWeightsArgs: handler(lambda args: None),
+        m.ResumeArgs: handler(lambda args: holds.clear()),
+    }
+    for path, first, others in (
+        ("/clear_load_weight", "clear model weight successfully", "model weight is cleared"),
+        ("/update_model_weight", "update model weight successfully", "model weight is updated"),
+    ):
+        replies = [in_thread(lambda path=path: stack.http.get(path)) for _ in range(4)]
+        assert sorted(reply.result().json()["msg"] for reply in replies) == sorted([first] + [others] * 3)
+    assert not holds and not asleep
+
+
+def test_an_engine_that_replaced_a_cleared_one_loads_the_folder(stack):
+    """It has read the folder when it started, maybe before the trainer wrote it."""
+    answer(stack, m.WeightInfoArgs, {"asleep": [], "weight_epoch": 0})
+    for kind in (m.UpdateWeightsArgs, m.ResumeArgs):
+        answer(stack, kind, {"weight_epoch": 1})
+    assert stack.http.get("/update_model_weight").json()["msg"] == "update model weight successfully"
+    answer(stack, m.WeightInfoArgs, {"asleep": [], "weight_epoch": 1})
+    assert stack.http.get("/update_model_weight").json()["msg"] == "model weight is updated"
 
 
 def test_a_failed_clear_refuses_no_request_any_more(stack):
     answer(stack, m.PauseArgs, {"status": "paused"})
+    answer(stack, m.WeightInfoArgs, {"asleep": []})
     answer(stack, m.SleepArgs, failure=m.Failure("wrong_order", "a weight session is open", {}))
     answer(stack, m.ResumeArgs, {})
     reply = stack.http.get("/clear_load_weight")
@@ -104,7 +175,6 @@ def test_a_failed_clear_refuses_no_request_any_more(stack):
 
 
 def test_an_update_loads_the_folder_of_the_model_and_ends_all_pauses(stack, model_dir):
-    assert stack.http.get("/update_model_weight").json()["msg"] == "model weight is updated"
     stack.engine.status = CLEARED
     answer(stack, m.WeightInfoArgs, {"asleep": ["weight"]})
     for kind in (m.WakeArgs, m.UpdateWeightsArgs, m.ResumeArgs):

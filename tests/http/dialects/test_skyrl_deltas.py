@@ -76,10 +76,9 @@ def test_another_api_server_of_the_same_server_knows_the_setup(run, make_stack, 
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "wrong_order")
     assert "/init_weight_transfer_engine" in reply.json()["error"]["message"]
     assert run.init().status_code == 200
-    run.stack = make_stack(model_roots=(str(tmp_path),), pull_root=str(tmp_path / "root"))
+    run.stack.restart_server()
     run.fetched(1)
-    other = make_stack(model_roots=(str(tmp_path),), pull_root=str(tmp_path / "root"), port=8181)
-    run.stack = other
+    run.stack = make_stack(model_roots=(str(tmp_path),), pull_root=str(tmp_path / "root"))
     assert run.fetch(1).status_code == 409, "another server, below the same root"
 
 

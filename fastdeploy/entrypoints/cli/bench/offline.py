@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy.bench.workload import prompt_ids
 from fastdeploy.core.config import EngineConfig, flags_of
-from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.flags import add_serve_flags, configs
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 
@@ -45,13 +44,6 @@ def seconds_of_batch(llm: LLM, seed: str, size: int, length: int, output: int, n
     started = time.perf_counter()
     llm.generate(prompts, sampling)
     return time.perf_counter() - started
-
-
-def require_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raise InvalidField for the first of these flags that is not above 0."""
-    for name in names:
-        if (value := getattr(args, name)) < 1:
-            raise InvalidField(name, f"expected a number above 0, got {value}")
 
 
 def write(args: argparse.Namespace, figures: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from fastdeploy.bench.stats import ServingStats, Spread, summarize
 from fastdeploy.bench.timeline import StreamLog
 from fastdeploy.bench.workload import completion, open_loop, prompt_ids
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.entrypoints.cli.bench.checks import require_positive
 from fastdeploy.entrypoints.cli.command import Commands
 from fastdeploy.entrypoints.cli.server_calls import key_header
 from fastdeploy.entrypoints.cli.settings import SettingsParser
@@ -77,8 +78,8 @@ def add_parser(kinds: Commands) -> SettingsParser:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the figures, and write them if asked. Return the exit status. Raises InvalidField."""
     percents, metrics = _percents(args.metric_percentiles), _metrics(args.percentile_metrics)
-    _require_positive(args, "num_prompts", "random_input_len", "random_output_len", "max_concurrency")
-    _require_positive(args, "request_rate", "burstiness")
+    require_positive(args, "num_prompts", "random_input_len", "random_output_len", "max_concurrency")
+    require_positive(args, "request_rate", "burstiness")
     backend = args.backend or (CHAT if args.dataset_name == "EBChat" else COMPLETIONS)
     entries = _entries(args, backend)
     url = args.base_url or f"http://{args.host}:{args.port}"
@@ -208,9 +209,3 @@ def _metrics(text: str) -> list[str]:
     if not set(words) <= {*METRICS, *NOT_MEASURED}:
         raise InvalidField("percentile_metrics", f"expected some of {', '.join(METRICS)}, got {text!r}")
     return words
-
-
-def _require_positive(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if (value := getattr(args, name)) is not None and not value > 0:
-            raise InvalidField(name, f"expected a number above 0, got {value}")

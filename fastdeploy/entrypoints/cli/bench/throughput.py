@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.entrypoints.cli.bench.checks import require_positive
 from fastdeploy.entrypoints.cli.bench.offline import (
     add_engine_flags,
-    require_positive,
     seconds_of_batch,
     start_engine,
     write,

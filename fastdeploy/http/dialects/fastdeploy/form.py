@@ -44,11 +44,10 @@ FIRST_ENGINE_S = 600.0
 CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"
 
 
-def form_router(context: ServingContext) -> APIRouter:
+def form_router(context: ServingContext, weights: FolderWeights) -> APIRouter:
     """Return the routes. They come before the native routes of the same paths."""
     router = APIRouter(include_in_schema=False)
     client = context.client
-    weights = FolderWeights(client, context.config.model)
 
     first_engine = asyncio.Event()
 
@@ -109,8 +108,9 @@ def form_router(context: ServingContext) -> APIRouter:
     @calls.post("/v1/wakeup", WakeBody)
     async def wakeup(body: WakeBody) -> dict[str, Any]:
         """Take memory again. When nothing sleeps any more, load the folder of the model, and resume."""
-        report = await weights.load(tuple(body.tags))
-        return report if report is not None else await client.call(m.WakeArgs(tuple(body.tags)))
+        if not await weights.are_cleared():
+            return await client.call(m.WakeArgs(tuple(body.tags)))
+        return await weights.load(tuple(body.tags)) or {}
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import WORK_PER_TOKEN, Generation
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.reasoning import Reasoning
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.chat import ChatView
 from fastdeploy.http.openai.completion import CompletionView
@@ -19,40 +21,24 @@ NO_TEXTS: dict[str, Any] = dict.fromkeys(("prompt_tokens", "completion_tokens"))
 
 
 class ReasoningCounts:
-    """The number of tokens of reasoning in each choice, between the markers of the model."""
+    """The number of tokens of reasoning in each choice; 0 for a model without reasoning."""
 
     def __init__(self, context: ServingContext, generation: Generation):
-        self._n = generation.n
-        self._counts = [0] * len(generation.choices)
-        self._ids: tuple[int, int] | None = None
-        try:
-            self._ids = context.reasoning_ids("messages")
-        except InvalidField:  # a model without reasoning
-            self._is_open = [False] * len(generation.choices)
-        else:
-            self._is_open = [self._opened(generation.prompts[i // self._n]) for i in range(len(generation.choices))]
-
-    def _opened(self, prompt: list[int]) -> bool:
-        assert self._ids is not None
-        return next((token == self._ids[0] for token in reversed(prompt) if token in self._ids), False)
+        self._choices: list[Reasoning] = []
+        with contextlib.suppress(InvalidField):  # a model without reasoning
+            start = Reasoning(*context.reasoning_ids("messages"))
+            prompts = [start.after_prompt(prompt) for prompt in generation.prompts]
+            self._choices = [prompts[i // generation.n] for i in range(len(generation.choices))]
 
     def add(self, index: int, tokens: Sequence[int]) -> None:
         """Count the next tokens of a choice."""
-        if self._ids is None:
-            return
-        opens, closes = self._ids
-        for token in tokens:
-            if not self._is_open[index]:
-                self._is_open[index] = token == opens
-            elif token == closes:
-                self._is_open[index] = False
-            else:
-                self._counts[index] += 1
+        if self._choices:
+            self._choices[index] = self._choices[index].after(tokens)
 
     def details(self, index: int | None = None) -> dict[str, int]:
         """Return the completion_tokens_details of one choice, or of all."""
-        count = sum(self._counts) if index is None else self._counts[index]
-        return {"reasoning_tokens": count, "image_tokens": 0}
+        counted = self._choices if index is None else self._choices[index : index + 1]
+        return {"reasoning_tokens": sum(choice.used for choice in counted), "image_tokens": 0}
 
 
 def with_details(usage: dict[str, Any], details: dict[str, int]) -> dict[str, Any]:

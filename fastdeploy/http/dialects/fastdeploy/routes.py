@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import STATUS, FastDeployError
-from fastdeploy.core.process import VERSION
+from fastdeploy.core.process import VERSION, is_secret
 from fastdeploy.http.calls import catching
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.operation import health_of
@@ -37,10 +37,9 @@ ABSENT = {
 }
 
 
-def fastdeploy_router(context: ServingContext) -> APIRouter:
+def fastdeploy_router(context: ServingContext, weights: FolderWeights) -> APIRouter:
     router = APIRouter()
-    client, config = context.client, context.config
-    weights = FolderWeights(client, config.model)
+    client = context.client
 
     @router.get("/ping")
     @router.post("/ping")
@@ -123,7 +122,7 @@ async def settings(context: ServingContext) -> dict[str, Any]:
         "chat_template": context.tokenizer.template if context.tokenizer is not None else None,
         "device_info": {"device_type": "cpu", "device_count": os.cpu_count()},
         "env_config": {
-            name: value for name, value in os.environ.items() if name.startswith("FD_") and "KEY" not in name
+            name: value for name, value in os.environ.items() if name.startswith("FD_") and not is_secret(name)
         },
         "version_info": {"version": VERSION},
     }

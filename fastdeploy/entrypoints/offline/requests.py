@@ -3,7 +3,6 @@ prompt becomes the body of a completion, and a conversation the body of a chat."
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,18 +103,6 @@ def tools_of(given: Any) -> list[Any] | None:
         return None
     several = given if isinstance(given, Sequence) else [given]
     return [one.model_dump() if hasattr(one, "model_dump") else one for one in several]
-
-
-def template_of(given: str | None) -> str | None:
-    """Return a chat template that is given as its text or as a file. Raises InvalidField for a file that cannot be
-    read."""
-    if given is None or "{" in given or not os.path.exists(given):
-        return given
-    try:
-        with open(given, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidField("chat_template", f"{given} cannot be read: {error}") from error
 
 
 async def prepare(

@@ -16,7 +16,7 @@ from fastdeploy.core.offline_outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from fastdeploy.entrypoints.offline_requests import Prepared
+from fastdeploy.entrypoints.offline.requests import Prepared
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.chat_message import ReplyMessages
 

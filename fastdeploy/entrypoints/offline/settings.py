@@ -12,7 +12,7 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.fastdeploy_flags import FLAGS, REFUSED_VALUES, VALUES
-from fastdeploy.entrypoints.cli.foreign import Foreign, Verdict
+from fastdeploy.entrypoints.cli.foreign import Foreign, Form
 
 OF_ENGINE, OF_REQUESTS = (frozenset(kind.__struct_fields__) for kind in (EngineConfig, ServeConfig))
 FOREIGN: Mapping[str, Foreign] = {flag.name: flag for flag in FLAGS}
@@ -61,23 +61,19 @@ def _our_value(name: str, value: Any) -> Any:
 
 
 def _of_foreign(name: str, value: Any) -> Mapping[str, Any]:
-    """Return what a name of FastDeploy means."""
+    """Return what a value of FastDeploy's setting means."""
     flag = FOREIGN.get(name)
     if flag is None:
         raise InvalidField(name, "unknown setting")
-    if flag.verdict is Verdict.NO_EFFECT:
-        return {}
-    if flag.verdict is Verdict.REFUSED:
-        values = value if isinstance(value, list | tuple) else [value]
-        if not all(flag.is_harmless(_text(one)) for one in values):
-            raise InvalidField(name, f"{value!r} is not supported: {flag.text}")
-        return {}
-    if flag.to is None:
+    if flag.form is Form.OURS:
         raise InvalidField(name, "a setting of the command line alone")
+    found: dict[str, Any] = {}
     try:
-        return flag.to(_text(value), {"workers": 1})
+        for one in value if isinstance(value, list | tuple) else [value]:
+            found |= flag.meaning(_text(one), {"workers": 1})
     except ValueError as error:
         raise InvalidField(name, str(error)) from error
+    return found
 
 
 def _text(value: Any) -> str:
