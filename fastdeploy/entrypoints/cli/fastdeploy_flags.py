@@ -82,7 +82,12 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("max_waiting_time", "no request waits for a connection: above `--max-connections` it gets 429 at once"),
     differs("max_concurrency", "`--max-connections`, divided by `--workers`: open connections, then 429", _connections),
     no_effect("enable_mm_output", NO_IMAGES, SWITCH),
-    differs("timeout_graceful_shutdown", "`--shutdown-s`. 0 leaves it as it is: a shutdown always ends", _shutdown),
+    differs(
+        "timeout_graceful_shutdown",
+        "`--shutdown-s`: requests end as aborted at once; `/v1/pause` with mode `wait` lets them run to their end "
+        "first. 0 leaves it as it is",
+        _shutdown,
+    ),
     no_effect("timeout", "processes that end or hang are replaced; `--stall-s` is the engine's limit"),
     differs("api_key", "a key, or a file of keys; repeatable. It opens data routes; `--control-key FILE` opens all"),
     same("config", "YAML. Unknown keys are refused; flags are stronger, wherever they stand"),
