@@ -225,7 +225,7 @@ def test_guided_decoding_is_one_kind_and_holds(llm):
 def test_settings_of_fastdeploy_are_taken_changed_or_refused_by_name():
     given = {"max_num_seqs": 4, "swap_space": 9, "tensor_parallel_size": 1, "quantization": "wint8", "tokenizer": None,
              "speculative_config": {"method": "ngram"}, "enable_mm": False,
-             "logits_processors": ["LogitBiasLogitsProcessor"]}  # fmt: skip
+             "logits_processors": ["LogitBiasLogitsProcessor", "ThinkingBudgetLogitsProcessor"]}  # fmt: skip
     ours = {"max_num_seqs": 4, "quantization": "int8", "enable_speculative_decoding": True}
     assert settings_of(given) == ours
     assert settings_of({"quantization": "None", "load_strategy": "ipc_snapshot"}) == {}

@@ -18,7 +18,12 @@ SOCKETS = "processes talk over Unix sockets; no port is opened"
 KV_SPLIT = "the KV cache has no parts for prompts and outputs"
 PREFILL = "prompts are always read in pieces; `--max-num-batched-tokens` and `--max-step-ms` bound a step"
 POOLING = "models that generate text only"
-BIASES = ("logitbiaslogitsprocessor", "fastdeploy.model_executor.logits_processor:logitbiaslogitsprocessor")
+# Of FastDeploy's own: what they do, a request asks for by its fields.
+PROCESSORS = tuple(
+    f"{place}{name}logitsprocessor"
+    for name in ("logitbias", "thinkingbudget")
+    for place in ("", "fastdeploy.model_executor.logits_processor:")
+)
 NGRAM_METHODS = (None, "", "naive", "ngram", "suffix")
 
 # Values of our own flags that are FastDeploy's: what they mean here.
@@ -77,7 +82,12 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("max_waiting_time", "no request waits for a connection: above `--max-connections` it gets 429 at once"),
     differs("max_concurrency", "`--max-connections`, divided by `--workers`: open connections, then 429", _connections),
     no_effect("enable_mm_output", NO_IMAGES, SWITCH),
-    differs("timeout_graceful_shutdown", "`--shutdown-s`. 0 leaves it as it is: a shutdown always ends", _shutdown),
+    differs(
+        "timeout_graceful_shutdown",
+        "`--shutdown-s`: requests end as aborted at once; `/v1/pause` with mode `wait` lets them run to their end "
+        "first. 0 leaves it as it is",
+        _shutdown,
+    ),
     no_effect("timeout", "processes that end or hang are replaced; `--stall-s` is the engine's limit"),
     differs("api_key", "a key, or a file of keys; repeatable. It opens data routes; `--control-key FILE` opens all"),
     same("config", "YAML. Unknown keys are refused; flags are stronger, wherever they stand"),
@@ -134,8 +144,9 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("lm_head_fp32", "sums and logits are always in float32", SWITCH),
     no_effect("moe_gate_fp32", NO_MIXTURE, SWITCH),
     refused(
-        "logits_processors", "`LogitBiasLogitsProcessor` alone is taken: `logit_bias` is always there",
-        *BIASES, form=MANY,
+        "logits_processors",
+        "no code is loaded. Taken: `LogitBiasLogitsProcessor`, `ThinkingBudgetLogitsProcessor`, which are always there",
+        *PROCESSORS, form=MANY,
     ),
     refused("enable_entropy", "no entropy; ask for log probabilities", "false", form=SWITCH),
     refused("model_impl", "the models are our own", "auto", "fastdeploy"),

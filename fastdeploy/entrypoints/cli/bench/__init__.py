@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.bench import latency, serve, throughput
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.settings import SettingsParser
@@ -28,7 +27,7 @@ def add_parser(commands: Commands) -> SettingsParser:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Measure. Return the exit status: 1 if a request failed, 2 for a server that cannot be driven."""
     if args.measure is None:
-        raise InvalidField("kind", f"eval is refused here: {EVAL}")
+        args.parser.error(f"eval is refused here: {EVAL}")
     args.parser = args.bench_parser
     status: int = args.measure(args)
     return status
