@@ -8,6 +8,7 @@
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
 #                                   make test-prometheus  the dashboard's expressions in a real Prometheus, and alerts
 #                                   make test-deploy the files in deploy/ with hadolint, Kubernetes' schemas, systemd
+#                                   make test-image  the image, built and started with Docker or buildah, as root
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make search   the tests with hypothesis, with many random examples
@@ -35,7 +36,7 @@ export PYTHONWARNINGS := ignore:No ccache found
 INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
 .PHONY: demo learn serve test test-quick test-slow test-slime test-fastdeploy test-ui test-ray test-gateways \
-	test-prometheus test-deploy screenshot oracles search soak fleet-chaos agents sync-ways ops lint clean
+	test-prometheus test-deploy test-image screenshot oracles search soak fleet-chaos agents sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python acceptance/demo.py
@@ -88,7 +89,10 @@ test-prometheus: $(VENV)/.test ops
 
 # Nothing is built and no cluster is needed. systemd-analyze is a part of systemd.
 test-deploy: $(VENV)/.test $(DEPLOY)/.ready
-	$(BIN)/python -m pytest -m "slow or not slow" tests/deploy $(ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" --ignore tests/deploy/test_image.py tests/deploy $(ARGS)
+
+test-image: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/deploy/test_image.py $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)

@@ -6,7 +6,7 @@ of these, by the checks of the HTTP routes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -47,6 +47,32 @@ class GuidedDecodingParams:
     def asked(self) -> dict[str, Any]:
         """Return the kinds that are given, with their values."""
         return {kind: value for kind, value in vars(self).items() if value is not None}
+
+
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    """Return a test: is a value a list of ``kind``? A text is none."""
+    return lambda value: (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Name of a field -> whether a value has its type, and what an error expects.
+TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "stop": (lambda value: isinstance(value, str) or _list_of(str)(value), "a text or a list of texts"),
+    "reasoning_max_tokens": (_is_number, "an integer"),
+    "response_max_tokens": (_is_number, "an integer"),
+    "bad_words": (_list_of(str), "a list of texts"),
+    "bad_words_token_ids": (_list_of(int), "a list of token ids"),
+    "guided_decoding": (lambda value: isinstance(value, GuidedDecodingParams), "GuidedDecodingParams"),
+    "logits_processors_args": (lambda value: isinstance(value, Mapping), "a dict"),
+    "logit_bias": (lambda value: isinstance(value, Mapping), "a dict of token ids and numbers"),
+}
 
 
 @dataclass
@@ -116,6 +142,7 @@ class SamplingParams:
     def check(self) -> None:
         """Raise InvalidField, which names the first field that is out of range. Fields may be changed later, so the
         ``LLM`` checks them again."""
+        self._check_types()
         RequestFields(n=self.n).check_fields()
         fields = {name: value for name, value in self.shared().items() if name not in COMBINED}
         if fields.get("top_p") == 0:
@@ -131,6 +158,13 @@ class SamplingParams:
             fields["max_tokens"] = max(1, self.min_tokens) if isinstance(self.min_tokens, int) else 1
         EngineParams(**fields).check()
         self.processors_args()
+
+    def _check_types(self) -> None:
+        """Check the fields that the engine's parameters do not have: what reads them takes their types for granted."""
+        for name, (test, expected) in TYPES.items():
+            value = getattr(self, name)
+            if value is not None and not test(value):
+                raise InvalidField(name, f"expected {expected}, got {type(value).__name__}")
 
     def shared(self) -> dict[str, Any]:
         """Return the given fields that the engine's parameters have, too. A sequence is a tuple there."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, overload
+
+import msgspec
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.generation import Generation
@@ -165,12 +168,16 @@ class LLM:
         return self.call(m.PauseStatusArgs(adapter_scope(lora_name)))
 
     def update_weights(
-        self, model_path: str | None = None, version: str | None = None, kv: str = "keep", **args: Any
+        self,
+        model_path: str | os.PathLike[str] | None = None,
+        version: str | None = None,
+        kv: str = "keep",
+        **args: Any,
     ) -> dict[str, Any]:
         """Load new weights from a checkpoint folder, or without a folder only change the label. args: see
         messages.UpdateWeightsArgs. After WeightUpdateRefused the old weights still serve."""
         if model_path is not None:
-            return self.call(m.UpdateWeightsArgs(FolderSource(model_path), version, kv=kv, **args))
+            return self.call(m.UpdateWeightsArgs(FolderSource(_path("model_path", model_path)), version, kv=kv, **args))
         if version is None:
             raise errors.InvalidField("model_path", "expected a folder, or a version as the new label of the weights")
         return self.call(m.SetVersionArgs(version))
@@ -179,10 +186,11 @@ class LLM:
         """Return the label of the weights and the state of updates. See messages.WeightInfoArgs."""
         return self.call(m.WeightInfoArgs(checksums=checksums))
 
-    def load_adapter(self, lora_name: str, lora_path: str, **args: Any) -> dict[str, Any]:
+    def load_adapter(self, lora_name: str, lora_path: str | os.PathLike[str], **args: Any) -> dict[str, Any]:
         """Load a PEFT folder under a name, or replace the adapter of this name. args: see messages.LoadAdapterArgs.
         After an error the old adapter still serves."""
-        return self.call(m.LoadAdapterArgs(lora_name, FolderSource(lora_path), path=lora_path, **args))
+        path = _path("lora_path", lora_path)
+        return self.call(m.LoadAdapterArgs(lora_name, FolderSource(path), path=path, **args))
 
     def unload_adapter(self, lora_name: str) -> dict[str, Any]:
         """Remove a name. Running requests of the adapter finish. Raises ModelNotFound."""
@@ -205,7 +213,12 @@ class LLM:
         return self.call(m.ResetArgs(version=version))
 
     def call(self, args: m.Args) -> dict[str, Any]:
-        """Make any control call. Raises the error in the engine's answer."""
+        """Make any control call. Raises the error in the engine's answer, or InvalidField for a wrong type."""
+        try:
+            msgspec.convert(msgspec.to_builtins(args), type(args))
+        except (msgspec.ValidationError, TypeError) as error:
+            what, _, place = str(error).partition(" - at `$.")
+            raise errors.InvalidField(place.rstrip("`") or type(args).__name__, what) from error
         return self._run(self._client.call(args))
 
     def close(self) -> None:
@@ -320,3 +333,11 @@ class LLM:
         except Exception as failure:
             error = errors.EngineDead(str(failure))
         self._transport.close(error)
+
+
+def _path(field: str, given: Any) -> str:
+    """Return a path as a text. Raises InvalidField for anything else."""
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str):
+        raise errors.InvalidField(field, f"expected a path, got {type(given).__name__}")
+    return path

@@ -127,6 +127,20 @@ def test_another_thread_can_pause_resume_and_update(llm, tmp_path):
     assert [span.version for span in output.outputs[0].spans] == ["five"]
 
 
+def test_a_control_call_takes_paths_and_refuses_a_value_of_a_wrong_type_by_name(llm, tmp_path):
+    with pytest.raises(errors.WeightUpdateRefused, match="not a checkpoint"):
+        llm.update_weights(tmp_path)
+    for call, field in (
+        (lambda: llm.update_weights(5), "model_path"),
+        (lambda: llm.update_weights("/tmp", version=5), "version"),
+        (lambda: llm.pause(timeout_s="soon"), "timeout_s"),
+        (lambda: llm.load_adapter("a", object()), "lora_path"),
+    ):
+        with pytest.raises(errors.InvalidField) as error:
+            call()
+        assert error.value.field == field
+
+
 def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_path):
     with pytest.raises(errors.WeightUpdateRefused):
         llm.update_weights(str(tmp_path))

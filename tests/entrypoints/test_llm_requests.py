@@ -199,6 +199,9 @@ def test_without_max_tokens_an_answer_may_fill_the_context(llm, monkeypatch):
         ("n", 0), ("temperature", -1), ("top_p", -0.1), ("top_k", -2), ("max_tokens", 0), ("min_tokens", -1),
         ("logprobs", -2), ("logprobs", 5000), ("seed", -5), ("min_p", 2),
         ("logits_processors_args", {"logit_bias": 1}), ("stop_token_ids", [-1]), ("logprobs_mode", "some"),
+        ("stop", 5), ("stop", ["a", 5]), ("bad_words", "x"), ("bad_words", [5]), ("bad_words_token_ids", 5),
+        ("bad_words_token_ids", [1, "x"]), ("reasoning_max_tokens", "x"), ("response_max_tokens", True),
+        ("guided_decoding", {"json": {}}), ("logits_processors_args", 5), ("logit_bias", [1]),
     ],
 )  # fmt: skip
 def test_a_parameter_out_of_range_is_refused_where_it_is_made_or_changed(llm, field, value):

@@ -100,7 +100,7 @@ def test_a_clear_ends_and_refuses_requests_and_keeps_no_weights(stack):
     assert (pause.mode, pause.admission, pause.hold_id) == ("abort", "reject", "fastdeploy-cleared")
     assert sleep.discard and sleep.mode == "abort" and sleep.tags == ()
     stack.engine.status = CLEARED
-    answer(stack, m.WeightInfoArgs, {"asleep": ["kv_cache", "weight"]})
+    answer(stack, m.WeightInfoArgs, {"asleep": ["kv_cache", "weight"], "session": None})
     assert stack.http.get("/clear_load_weight").json()["msg"] == "model weight is cleared"
 
 
@@ -113,7 +113,7 @@ def test_a_clear_beside_one_of_another_api_server_leaves_its_hold(stack):
         return m.Reply(call.call_id, {}, m.Failure("wrong_order", "weight sleeps already", {}))
 
     answer(stack, m.PauseArgs, {"status": "paused"})
-    stack.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(call.call_id, {"asleep": asleep})
+    stack.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(call.call_id, {"asleep": asleep, "session": None})
     stack.engine.replies[m.SleepArgs] = sleep
     released: list[Any] = []
     stack.engine.replies[m.ResumeArgs] = lambda call: released.append(call.args) or m.Reply(call.call_id, {})
@@ -129,7 +129,7 @@ def test_calls_of_all_ranks_at_once_clear_and_load_once(stack):
     def handler(change: Callable[[Any], Any]) -> Callable[[m.Call], m.Reply]:
         def handle(call: m.Call) -> m.Reply:
             change(call.args)
-            return m.Reply(call.call_id, {"asleep": asleep[:], "weight_epoch": 1})
+            return m.Reply(call.call_id, {"asleep": asleep[:], "weight_epoch": 1, "session": None})
 
         return handle
 
@@ -164,9 +164,17 @@ def test_an_engine_that_replaced_a_cleared_one_loads_the_folder(stack):
     assert stack.http.get("/update_model_weight").json()["msg"] == "model weight is updated"
 
 
+def test_a_clear_in_a_weight_session_ends_no_request(stack):
+    answer(stack, m.WeightInfoArgs, {"asleep": [], "weight_epoch": 0, "session": {"session_id": "s"}})
+    paused: list[Any] = []
+    stack.engine.replies[m.PauseArgs] = lambda call: paused.append(call.args) or m.Reply(call.call_id, {})
+    reply = stack.http.get("/clear_load_weight")
+    assert reply.status_code == 400 and "session" in reply.json()["msg"] and not paused
+
+
 def test_a_failed_clear_refuses_no_request_any_more(stack):
     answer(stack, m.PauseArgs, {"status": "paused"})
-    answer(stack, m.WeightInfoArgs, {"asleep": []})
+    answer(stack, m.WeightInfoArgs, {"asleep": [], "session": None})
     answer(stack, m.SleepArgs, failure=m.Failure("wrong_order", "a weight session is open", {}))
     answer(stack, m.ResumeArgs, {})
     reply = stack.http.get("/clear_load_weight")
@@ -253,6 +261,7 @@ def test_an_update_that_names_no_tensors_loads_the_folder_of_the_model(make_stac
         ({"mm_hashes": ["x"]}, ("mm_hashes", "invalid_value", "not supported")),
         ({"structural_tag": "x"}, ("structural_tag", "invalid_value", "guided_grammar")),
         ({"response_max_tokens": 5}, ("response_max_tokens", "invalid_value", "enable_thinking: false")),
+        ({"response_max_tokens": 0, "enable_thinking": False}, ("response_max_tokens", "invalid_value", ">= 1")),
         ({"thinking_token_budget": 5}, ("reasoning_max_tokens", "invalid_value", "no known format of reasoning")),
         ({"logprobs": True, "temperature": 0.5, "top_p_normalized_logprobs": True},
          ("top_p_normalized_logprobs", "invalid_value", "temp_scaled_logprobs")),

@@ -213,6 +213,8 @@ def _chat(body: dict[str, Any]) -> None:
         if thinks is not False:
             why = "expected enable_thinking: false with it; use max_tokens and reasoning_max_tokens"
             raise InvalidField("response_max_tokens", why)
+        if limit < 1:
+            raise InvalidField("response_max_tokens", f"expected an integer >= 1, got {limit}")
         name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         body[name] = min(limit, body.get(name, limit))
 

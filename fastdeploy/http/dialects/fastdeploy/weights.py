@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError, WrongOrder
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 
@@ -37,12 +37,16 @@ class FolderWeights:
 
     async def clear(self, tags: tuple[str, ...] = ()) -> dict[str, Any] | None:
         """End all requests with the tokens that they have, refuse new ones, and give the memory of ``tags`` back; () =
-        all. The weights are not kept. Return the report; None if they were cleared already."""
+        all. The weights are not kept. Return the report; None if they were cleared already. Raises WrongOrder, and ends
+        no request, while a weight session is open."""
         async with self._lock:
-            asleep = await self._asleep()
+            info = await self._client.call(m.WeightInfoArgs())
+            asleep = set(info["asleep"])
             wanted = tuple(tag for tag in tags if tag not in asleep)
             if _is_done(tags, asleep) and await self.are_cleared():
                 return None
+            if info["session"] is not None:  # the sleep would be refused, but only after the requests have ended
+                raise WrongOrder("a weight session is open: commit or abort it first")
             pause = m.PauseArgs("abort", True, "reject", PAUSE_TIMEOUT_S, hold_id=CLEARED, placed_by=PLACED_BY)
             await self._client.call(pause)
             try:
