@@ -1,5 +1,6 @@
 """The image: built from deploy/Dockerfile, and run as its user. ``make test-image`` runs this. It needs root, and
-Docker or buildah. Without Docker debootstrap makes the base, so that no registry is needed; IMAGE_BASE names another one."""
+Docker or buildah. Without Docker debootstrap makes the base, so that no registry is needed; IMAGE_BASE names another
+one."""
 
 from __future__ import annotations
 
