@@ -107,7 +107,7 @@ def test_the_image_serves_the_embedded_model_as_its_own_user_and_ends_in_order(s
             assert reply.status_code == 200 and reply.json()["choices"][0]["text"]
             assert http.post("/v1/pause", json={}).status_code == 403, "there is no control key"
             [engine] = subprocess.run(
-                ["pgrep", "-f", "fastdeploy.*engine_main"], capture_output=True, text=True
+                ["pgrep", "-u", "10001", "-f", "engine_main"], capture_output=True, text=True
             ).stdout.split()
             assert os.stat(f"/proc/{engine}").st_uid == 10001
             supervisor = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
