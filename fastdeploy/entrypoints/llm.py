@@ -61,7 +61,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         tokenizer: str | None = None,
         enable_logprob: bool = True,
@@ -74,7 +74,10 @@ class LLM:
         from fastdeploy.engine.common_engine import CommonEngine
         from fastdeploy.entrypoints.loading import load_runner
 
-        config, serving = checked_settings(str(model or MODEL_DIR), settings)
+        folder = str(MODEL_DIR) if model is None else _path("model", model)
+        if not folder:  # a variable that is not set must not serve the embedded model
+            raise errors.InvalidField("model", "expected a folder, got an empty text")
+        config, serving = checked_settings(folder, settings)
         self.tokenizer = load_tokenizer(tokenizer or config.model, read_template(chat_template))
         self._runner = runner if runner is not None else load_runner(config)
         self._transport = InprocTransport()

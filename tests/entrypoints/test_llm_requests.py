@@ -236,6 +236,9 @@ def test_settings_of_fastdeploy_are_taken_changed_or_refused_by_name():
             settings_of({name: value})
     with pytest.raises(errors.InvalidField, match="^max_num_seqs"):
         LLM(max_num_seqs="many")
+    for model in ("", 5):
+        with pytest.raises(errors.InvalidField, match="^model"):
+            LLM(model)
 
 
 def test_names_are_where_fastdeploy_has_them():

@@ -75,6 +75,8 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
 
     if args.folder and args.model:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
+    if "" in (args.folder, args.model):  # a variable of a script that is not set must not serve the embedded model
+        raise InvalidField("model", "expected a folder, got an empty text")
     given_model = args.folder or args.model
     model = os.path.abspath(given_model or MODEL_DIR)
     if not os.path.isfile(os.path.join(model, "config.json")):

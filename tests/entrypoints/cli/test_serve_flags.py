@@ -155,6 +155,9 @@ def test_the_model_may_be_named_without_a_flag_but_not_twice(folder):
     assert parse(folder) == parse("--model", folder)
     with pytest.raises(InvalidField, match="once"):
         parse(folder, "--model", folder)
+    for flags in ([""], ["--model", ""]):  # as of a variable of a script that is not set
+        with pytest.raises(InvalidField, match="^model: .*empty"):
+            parse(*flags)
 
 
 def serve(*args: str) -> subprocess.CompletedProcess:
