@@ -144,16 +144,22 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
 
 
 def attention_call(
-    ops: CpuOps, shape: Shape, contexts: list[int], tokens: int, shared: int = 0, cache: KVCache | None = None
+    ops: CpuOps,
+    shape: Shape,
+    contexts: list[int],
+    tokens: int,
+    shared: int = 0,
+    cache: KVCache | None = None,
+    window: int = 0,
 ) -> Callable[[], object]:
     """Make a call of attention over all layers: ``tokens`` new tokens per sequence, after ``contexts`` cached ones.
     Each group of 8 sequences shares the blocks of its first ``shared`` tokens. cache: blocks of BLOCK tokens, enough
-    for all sequences; None: a new one."""
+    for all sequences; None: a new one. window: see ``AttentionSpec``."""
     sequences, blocks = len(contexts), [-(-(context + tokens) // BLOCK) for context in contexts]
     if cache is None:
         cache = ops.new_kv_cache(shape.layers, sum(blocks), BLOCK, shape.kv_heads, shape.head_dim)
         fill_cache(ops, cache, shape)
-    specs = attention_specs(shape, max(contexts) + tokens)
+    specs = [spec._replace(window=window) for spec in attention_specs(shape, max(contexts) + tokens)]
     firsts = np.cumsum([0, *blocks[:-1]], dtype=np.int32)
     tables = np.minimum(firsts[:, None] + np.arange(max(blocks), dtype=np.int32), sum(blocks) - 1)
     leaders = np.arange(sequences) // 8 * 8
@@ -212,6 +218,8 @@ def report_others(ops: CpuOps, repeats: int) -> None:
         "attention, 32 streams at 544, all layers": attention_call(ops, Q05, [544] * 32, 1),
         "attention, 32 streams at 544, 8 share 512, all layers": attention_call(ops, Q05, [544] * 32, 1, shared=512),
         "attention, 1 stream at 8192 beside 7 at 64, all layers": attention_call(ops, Q05, [8192, *[64] * 7], 1),
+        "attention, 8 streams at 8192, all layers": attention_call(ops, Q05, [8192] * 8, 1),
+        "attention, 8 streams at 8192, window of 512, all layers": attention_call(ops, Q05, [8192] * 8, 1, window=512),
         "attention, 512 tokens of prefill, all layers": attention_call(ops, Q05, [0], 512),
         "attention, 256 tokens behind 768, all layers": attention_call(ops, Q05, [768], 256),
         "linear of 1 row, 32 x 32: cost of a call, x 100": lambda: [ops.linear(small, tiny) for _ in range(100)],
