@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What Paddle's layouts of a checkpoint cost: the time until an update from a folder can be committed, without HTTP.
+"""The cost of Paddle's layouts of a checkpoint: the time until an update from a folder can be committed, without HTTP.
 
     python -m benchmarks.layouts                                                          # the embedded model
     python -m benchmarks.layouts --model ~/.cache/fastdeploy-peers/q05 --scratch /dev/shm

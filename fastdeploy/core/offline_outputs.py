@@ -1,5 +1,5 @@
-"""What the offline ``LLM`` returns, by FastDeploy's names. Log probabilities are made into objects when they are read:
-one of a position is 8 bytes before, and some hundreds after."""
+"""The outputs of the offline ``LLM``, by FastDeploy's names. Log probabilities are made into objects when they are
+read: one of a position is 8 bytes before, and some hundreds after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user of the offline ``LLM`` asks for: parameters with text in them, by FastDeploy's names.
+"""The parameters that a user gives to the offline ``LLM``, with text in them, by FastDeploy's names.
 
 The engine's own parameters are another type, core/sampling_params.py: they have token ids only. The ``LLM`` makes them
 of these, by the checks of the HTTP routes.
@@ -28,7 +28,7 @@ WHOLE_VOCABULARY = -1  # of logprobs and prompt_logprobs
 
 @dataclass
 class GuidedDecodingParams:
-    """What the answer must look like. At most one field is given. json: a schema, as an object or as text.
+    """The form that the answer must have. At most one field is given. json: a schema, as an object or as text.
     grammar: in Lark or GBNF. structural_tag: not supported."""
 
     json: str | dict[str, Any] | None = None

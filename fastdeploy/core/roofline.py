@@ -25,7 +25,7 @@ class Machine(NamedTuple):
 
 
 class StepRoofline(NamedTuple):
-    """What the decode steps of one model need of one machine. parameters: weights that a step multiplies with.
+    """The least time of decode steps of one model on one machine. parameters: weights that a step multiplies with.
     weight_bytes: of these, in memory. kv_bytes: of one token in all layers."""
 
     machine: Machine

@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> SettingsParser:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print what would be served. Return 0, or 1 if something is refused."""
     settings = settings_of(args)
-    take_variables(os.environ)
+    args.without_effect += take_variables(os.environ)
     found, warnings = Preview(), list[str]()
     try:
         engine, serve = configs(args)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     else:
         found = preview(engine, serve)
         warnings += filter(None, [exposure(serve, keys)])
-    warnings += [f"{flag} is taken without effect (docs/fastdeploy.md)" for flag in dict.fromkeys(args.without_effect)]
+    warnings += [f"{name} is taken without effect (docs/fastdeploy.md)" for name in dict.fromkeys(args.without_effect)]
     found.refused = [Refusal(_place(args, one.what), one.why) for one in found.refused]
     if args.json:
         report = msgspec.to_builtins(found) | {"warnings": warnings, "settings": [one._asdict() for one in settings]}

@@ -1,4 +1,5 @@
-"""What a command of ``fastdeploy`` is: a module with ``add_parser`` and ``run``, and a line in the list of main.py."""
+"""The interface of a command of ``fastdeploy``: a module with ``add_parser`` and ``run``, and its name in the list of
+main.py."""
 
 from __future__ import annotations
 

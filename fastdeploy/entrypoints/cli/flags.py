@@ -8,16 +8,18 @@ import logging
 import os
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, Flag, ServeConfig, flags_of, is_loopback
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.process import setup_logging
 from fastdeploy.entrypoints.cli.fastdeploy_flags import VALUES
+from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
 from fastdeploy.entrypoints.cli.settings import PREFIX, SettingsParser, fastdeploy_value, misspelt_variables
-from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key
 
 # Variables of the environment that are ours and no settings.
 OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
@@ -116,6 +118,32 @@ def read_template(given: str | None) -> str:
         raise InvalidField("chat_template", f"expected Jinja or a file of it, got {given!r}: {why}") from None
 
 
+class Start(NamedTuple):
+    """The settings and secrets of the parent process of a server or of a fleet. fleet_key: None without one."""
+
+    engine: EngineConfig
+    serve: ServeConfig
+    keys: Keys
+    fleet_key: str | None
+
+
+def read_start(args: argparse.Namespace) -> Start:
+    """Return what the flags and the environment say, checked, and take secrets out of the environment. Raises
+    InvalidField, which names a setting."""
+    args.without_effect += take_variables(os.environ)
+    engine, serve = configs(args)
+    keys = read_keys(args.api_key, args.control_key, os.environ)
+    put_fleet_key(args.fleet_key_file, os.environ)
+    return Start(engine, serve, keys, pop_fleet_key(os.environ))
+
+
+def announce(args: argparse.Namespace, name: str, start: Start) -> None:
+    """Begin the log of the process ``name`` with the warnings about its settings."""
+    setup_logging(name)
+    warn_if_exposed(start.serve, start.keys)
+    log_without_effect(args)
+
+
 def put_fleet_key(path: str | None, environment: MutableMapping[str, str]) -> None:
     """Put the secret in the file ``path`` into ``environment``, where the processes that need it look. Raises
     InvalidField, which does not show the content."""
@@ -147,10 +175,10 @@ def warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
         logger.warning(warning)
 
 
-def log_without_effect(args: argparse.Namespace, variables: Sequence[str]) -> None:
+def log_without_effect(args: argparse.Namespace) -> None:
     """Log one line of the flags and variables of FastDeploy that were given and have no effect, and one for each
     variable whose name is nearly that of a setting."""
-    if names := [*dict.fromkeys(args.without_effect), *variables]:
+    if names := list(dict.fromkeys(args.without_effect)):
         logger.info("taken without effect (docs/fastdeploy.md says why): %s", ", ".join(names))
     for name, near in misspelt_variables(os.environ, list(args.sources), NO_SETTINGS):
         logger.warning("%s is no setting; did you mean %s?", name, near)

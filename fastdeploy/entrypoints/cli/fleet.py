@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +12,9 @@ import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.process import host_id, setup_logging
+from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.cli.command import Commands, Context
-from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
-from fastdeploy.entrypoints.cli.flags import (
-    USAGE,
-    add_serve_flags,
-    configs,
-    log_without_effect,
-    put_fleet_key,
-    warn_if_exposed,
-)
+from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, read_start
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
@@ -31,8 +22,7 @@ from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
-from fastdeploy.http.guards.keys import read_keys
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key, require_fleet_key
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
 
 DEFAULT_REPLICAS = 2
 
@@ -49,19 +39,14 @@ def add_parser(commands: Commands) -> SettingsParser:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Serve until a signal comes. Return the exit status. Raises InvalidField, which names a setting."""
-    ignored = take_variables(os.environ)
-    engine, serve = configs(args)
-    keys = read_keys(args.api_key, args.control_key, os.environ)
-    put_fleet_key(args.fleet_key_file, os.environ)
-    fleet_key = pop_fleet_key(os.environ)
+    start = read_start(args)
+    engine, serve, keys, fleet_key = start
     on_ray = args.ray is not None
     spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
     parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module)
-    setup_logging("fleet")
-    warn_if_exposed(serve, keys)
-    log_without_effect(args, ignored)
+    announce(args, "fleet", start)
     return parent.run()
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import VERSION
-from fastdeploy.entrypoints.cli import bench, chat, check, collect_env, complete, fleet, run_batch, serve, tokenizer
 from fastdeploy.entrypoints.cli.command import Command, Context
 from fastdeploy.entrypoints.cli.settings import SettingsParser, named_source
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
-COMMANDS: tuple[Command, ...] = (serve, fleet, check, bench, run_batch, chat, complete, tokenizer, collect_env)
+COMMANDS = ("serve", "fleet", "check", "bench", "run-batch", "chat", "complete", "tokenizer", "collect-env")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. The defaults of flags are those of the configs."""
+def make_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of these commands. The defaults of flags are those of the configs."""
     parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=SettingsParser)
-    for command in COMMANDS:
+    for name in names:
+        command: Command = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
         own = command.add_parser(commands)
         own.set_defaults(run=command.run, parser=own)
     return parser
@@ -30,7 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, engine_module: str = ENGINE_MODULE) -> int:
     """Run the command line ``argv`` and return the exit status. engine_module: see Supervisor."""
-    args = make_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # The modules of the other commands would take as long again as those of a server.
+    args = make_parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS).parse_args(argv)
     try:
         status: int = args.run(args, Context(engine_module))
     except InvalidField as error:

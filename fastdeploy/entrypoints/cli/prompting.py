@@ -1,4 +1,4 @@
-"""What ``chat`` and ``complete`` share: their flags, and what is typed and printed."""
+"""The common part of ``chat`` and ``complete``: flags, reading of what is typed, printing of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a caller of the offline ``LLM`` sees while requests run: their steps, or a bar of those that have ended."""
+"""Requests of the offline ``LLM`` while they run, as the caller sees them: their steps, or a bar of those that have
+ended."""
 
 from __future__ import annotations
 

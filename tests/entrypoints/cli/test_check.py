@@ -113,6 +113,12 @@ def test_a_port_in_use_is_refused_and_a_server_without_a_control_key_gets_a_warn
     assert "control routes are refused" in found["warnings"][0]
 
 
+def test_a_flag_and_a_variable_without_effect_are_told(check, monkeypatch):
+    monkeypatch.setenv("FD_SAMPLING_CLASS", "rejection")
+    warnings = "\n".join(check("--swap-space", "4", "--max-model-len", "64")["warnings"])
+    assert "--swap-space is taken without effect" in warnings and "FD_SAMPLING_CLASS is taken" in warnings
+
+
 def test_the_tables_have_the_same(capsys, monkeypatch):
     monkeypatch.setenv("FASTDEPLOY_PORT", "0")
     assert main(["check", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "300"]) == 0

@@ -145,7 +145,9 @@ def test_a_file_may_have_fastdeploys_flags_with_yamls_types(tmp_path):
 
 def test_one_line_of_the_log_lists_what_has_no_effect(caplog):
     caplog.set_level(logging.INFO)
-    log_without_effect(parse("--swap-space", "4", "--kv-cache-ratio", "0.5", "--swap-space", "5"), ["FD_TRACE"])
+    args = parse("--swap-space", "4", "--kv-cache-ratio", "0.5", "--swap-space", "5")
+    args.without_effect += ["FD_TRACE"]
+    log_without_effect(args)
     [line] = [record.getMessage() for record in caplog.records]
     assert line.endswith("--kv-cache-ratio, --swap-space, FD_TRACE")
 

@@ -1,4 +1,4 @@
-"""What the measurements of an engine in this process share: its flags, and a batch of random prompts."""
+"""The common part of the measurements of an engine in this process: flags, and a batch of random prompts."""
 
 from __future__ import annotations
 
