@@ -78,7 +78,7 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
 
 
 def row_of(token_ids: list[int], info: ExpertsInfo, weights: int = 0, adapter: int = 0) -> bytes:
-    """Return the row of the last of ``token_ids``, as the model with these weights and an adapter "a<k>" computes it."""
+    """Return the row of the last of ``token_ids`` in the model with these weights, and with an adapter "a<k>"."""
     seed = zlib.crc32(repr(("row", weights, adapter, *token_ids)).encode())
     ids = [(seed >> i) % info.num_experts for i in range(info.row_ids)]
     return np.array(ids, info.dtype).tobytes()
