@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Write a checkpoint for benchmarks: the shape of a Qwen2.5 model with random bfloat16 weights. No download.
+"""Write a checkpoint for benchmarks: the shape of a Qwen model with random bfloat16 weights. No download.
 
     python benchmarks/make_model.py [OUT] [--shape q05]    (default: $PEERS_DIR/q05, or ~/.cache/fastdeploy-peers/q05)
 
-q05, q15 and q3 have the shapes of Qwen2.5-0.5B, 1.5B and 3B: 1.0, 3.1 and 6.2 GB. The same seed gives the same bytes.
-Numpy and `tokenizers` only.
+q05, q15 and q3 have the shapes of Qwen2.5-0.5B, 1.5B and 3B: 1.0, 3.1 and 6.2 GB. moe is Qwen3-30B-A3B with half the
+width, half the experts and 20 layers: 1.64 B parameters, 3.3 GB, of which a token uses 0.32 B. The same seed gives the
+same bytes. Numpy and `tokenizers` only.
 """
 
 from __future__ import annotations
@@ -24,16 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.tensors import RandomTensor, write_random_tensors
 
-SIZES = {
-    "q05": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "q15": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "q3": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
-}
 COMMON = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "num_key_value_heads": 2,
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
@@ -41,12 +33,50 @@ COMMON = {
     "tie_word_embeddings": True,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "sliding_window": 32768,
     "initializer_range": 0.02,
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "bos_token_id": 256,
     "eos_token_id": 257,
+}
+QWEN2 = COMMON | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+}
+QWEN3_MOE = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "q05": QWEN2
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "q15": QWEN2
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "q3": QWEN2
+    | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+    "moe": QWEN3_MOE
+    | {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,  # of a dense layer, of which there is none
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+    },
 }
 SPECIAL_TOKENS = ("<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256 to 259
 CHAT_TEMPLATE = (
@@ -56,9 +86,9 @@ CHAT_TEMPLATE = (
 
 
 def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """Return config.json of a key of SIZES. layers: fewer than it has, for a quick test."""
-    layers = layers or SIZES[shape]["num_hidden_layers"]
-    return COMMON | SIZES[shape] | {"num_hidden_layers": layers, "max_window_layers": layers}
+    """Return config.json of a key of SHAPES. layers: fewer than it has, for a quick test."""
+    layers = layers or SHAPES[shape]["num_hidden_layers"]
+    return SHAPES[shape] | {"num_hidden_layers": layers, "max_window_layers": layers}
 
 
 def default_out(shape: str) -> Path:
@@ -70,21 +100,37 @@ def tensors(config: dict[str, Any]) -> Iterator[RandomTensor]:
 
     Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. The standard
     deviation is larger than the usual 0.02, with which a random model repeats one token and equal texts prove nothing.
+    A router has logits with a standard deviation of about 1.6, since its input has about 1 and 1024 columns: the
+    probability of the best of 64 experts is about 0.2, and tokens choose different experts.
     """
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    hidden, heads, kv_heads = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    head_dim = config.get("head_dim") or hidden // heads
+    is_qwen2, experts = config["model_type"] == "qwen2", config.get("num_experts")
     yield RandomTensor("model.embed_tokens.weight", (config["vocab_size"], hidden), 0.0, 0.05)
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
         yield RandomTensor(base + "input_layernorm.weight", (hidden,), 1.0, 0.1)
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+        for name, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
             yield RandomTensor(base + f"self_attn.{name}_proj.weight", (rows, hidden), 0.0, 0.05)
-            yield RandomTensor(base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1)
-        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, hidden), 0.0, 0.05)
+            if is_qwen2:
+                yield RandomTensor(base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1)
+            elif name != "v":
+                yield RandomTensor(base + f"self_attn.{name}_norm.weight", (head_dim,), 1.0, 0.1)
+        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, heads * head_dim), 0.0, 0.05)
         yield RandomTensor(base + "post_attention_layernorm.weight", (hidden,), 1.0, 0.1)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            yield RandomTensor(base + f"mlp.{name}_proj.weight", shape, 0.0, 0.03)
+        if experts is None:
+            yield from mlp(base + "mlp.", hidden, config["intermediate_size"])
+            continue
+        yield RandomTensor(base + "mlp.gate.weight", (experts, hidden), 0.0, 0.05)
+        for expert in range(experts):
+            yield from mlp(base + f"mlp.experts.{expert}.", hidden, config["moe_intermediate_size"])
     yield RandomTensor("model.norm.weight", (hidden,), 1.0, 0.1)
+
+
+def mlp(base: str, hidden: int, inner: int) -> Iterator[RandomTensor]:
+    """Yield the tensors of an MLP, or of one expert."""
+    for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        yield RandomTensor(base + f"{name}_proj.weight", shape, 0.0, 0.03)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -118,7 +164,7 @@ def byte_alphabet() -> dict[int, str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, help="folder (default: named after the shape, among the peers)")
-    parser.add_argument("--shape", choices=SIZES, default="q05", help="(default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="q05", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a quick test")
     args = parser.parse_args(argv)

@@ -20,10 +20,10 @@ TYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def measure_machine(ops: Ops, weights: Sequence[PackedLinear], quantization: str | None) -> Machine | None:
-    """Read ``weights`` with all threads, and multiply in registers. None without the C++ ops or AVX-512. Small weights
-    stay in the caches, and are then read faster than memory. The peak is of bfloat16: float32 and int8 have none."""
+    """Read ``weights`` with all threads, and multiply in registers. None without the C++ ops. Small weights stay in the
+    caches, and are then read faster than memory. The peak is of bfloat16: float32 and int8 have none."""
     nbytes = sum(weight.nbytes // LINE_BYTES * LINE_BYTES for weight in weights)
-    if not isinstance(ops, CpuOps) or ops.isa == "avx2" or not nbytes:
+    if not isinstance(ops, CpuOps) or not nbytes:
         return None
 
     def read() -> None:
