@@ -4,8 +4,8 @@
     python benchmarks/make_model.py [OUT] [--shape q05]    (default: $PEERS_DIR/q05, or ~/.cache/fastdeploy-peers/q05)
 
 q05, q15 and q3 have the shapes of Qwen2.5-0.5B, 1.5B and 3B: 1.0, 3.1 and 6.2 GB. moe is Qwen3-30B-A3B with half the
-width, half the experts and 20 layers: 1.64 B parameters, 3.3 GB, of which a token uses 0.32 B. The same seed gives the
-same bytes. Numpy and `tokenizers` only.
+width, half the experts, 20 layers and fewer tokens: 1.67 B parameters, 3.3 GB; a step with one token reads 0.32 B. The
+same seed gives the same bytes. Numpy and `tokenizers` only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ COMMON = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
     "initializer_range": 0.02,
@@ -45,6 +44,7 @@ QWEN2 = COMMON | {
     "vocab_size": 151936,
     "num_key_value_heads": 2,
     "sliding_window": 32768,
+    "tie_word_embeddings": True,
 }
 QWEN3_MOE = COMMON | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -56,6 +56,7 @@ QWEN3_MOE = COMMON | {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
+    "tie_word_embeddings": False,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "q05": QWEN2
@@ -98,39 +99,59 @@ def default_out(shape: str) -> Path:
 def tensors(config: dict[str, Any]) -> Iterator[RandomTensor]:
     """Yield every tensor, in file order.
 
-    Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. The standard
-    deviation is larger than the usual 0.02, with which a random model repeats one token and equal texts prove nothing.
-    A router has logits with a standard deviation of about 1.6, since its input has about 1 and 1024 columns: the
-    probability of the best of 64 experts is about 0.2, and tokens choose different experts.
+    Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. Standard
+    deviations are larger than the usual 0.02, with which a random model repeats one token and equal texts prove nothing.
     """
-    hidden, heads, kv_heads = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    head_dim = config.get("head_dim") or hidden // heads
-    is_qwen2, experts = config["model_type"] == "qwen2", config.get("num_experts")
+    yield from mixture(config) if "num_experts" in config else dense(config)
+    yield RandomTensor("model.norm.weight", (config["hidden_size"],), 1.0, 0.1)
+
+
+def dense(config: dict[str, Any]) -> Iterator[RandomTensor]:
+    """Yield the embedding and the layers of a Qwen2 model."""
+    hidden = config["hidden_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     yield RandomTensor("model.embed_tokens.weight", (config["vocab_size"], hidden), 0.0, 0.05)
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
         yield RandomTensor(base + "input_layernorm.weight", (hidden,), 1.0, 0.1)
-        for name, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
             yield RandomTensor(base + f"self_attn.{name}_proj.weight", (rows, hidden), 0.0, 0.05)
-            if is_qwen2:
-                yield RandomTensor(base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1)
-            elif name != "v":
-                yield RandomTensor(base + f"self_attn.{name}_norm.weight", (head_dim,), 1.0, 0.1)
-        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, heads * head_dim), 0.0, 0.05)
+            yield RandomTensor(base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1)
+        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, hidden), 0.0, 0.05)
         yield RandomTensor(base + "post_attention_layernorm.weight", (hidden,), 1.0, 0.1)
-        if experts is None:
-            yield from mlp(base + "mlp.", hidden, config["intermediate_size"])
-            continue
-        yield RandomTensor(base + "mlp.gate.weight", (experts, hidden), 0.0, 0.05)
-        for expert in range(experts):
-            yield from mlp(base + f"mlp.experts.{expert}.", hidden, config["moe_intermediate_size"])
-    yield RandomTensor("model.norm.weight", (hidden,), 1.0, 0.1)
+        yield from mlp(base + "mlp.", hidden, config["intermediate_size"], 0.03, 0.03)
 
 
-def mlp(base: str, hidden: int, inner: int) -> Iterator[RandomTensor]:
+def mixture(config: dict[str, Any]) -> Iterator[RandomTensor]:
+    """Yield the embedding, the head and the layers of a Qwen3 model with experts in every layer.
+
+    The logits of a router have a standard deviation of about 1.6 (0.05 times the root of 1024 columns), so that the
+    best of 64 experts has a probability of about 0.2. Different tokens choose different experts, because the embedding
+    and the experts change the residual more than attention, which gives the tokens of a sequence something in common.
+    """
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield RandomTensor("model.embed_tokens.weight", (config["vocab_size"], hidden), 0.0, 1.0)
+    yield RandomTensor("lm_head.weight", (config["vocab_size"], hidden), 0.0, 0.05)
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}."
+        yield RandomTensor(base + "input_layernorm.weight", (hidden,), 1.0, 0.1)
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            yield RandomTensor(base + f"self_attn.{name}_proj.weight", (rows, hidden), 0.0, 0.05)
+        for name in ("q", "k"):
+            yield RandomTensor(base + f"self_attn.{name}_norm.weight", (head_dim,), 1.0, 0.1)
+        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, q), 0.0, 0.02)
+        yield RandomTensor(base + "post_attention_layernorm.weight", (hidden,), 1.0, 0.1)
+        yield RandomTensor(base + "mlp.gate.weight", (config["num_experts"], hidden), 0.0, 0.05)
+        for expert in range(config["num_experts"]):
+            yield from mlp(base + f"mlp.experts.{expert}.", hidden, config["moe_intermediate_size"], 0.05, 0.1)
+
+
+def mlp(base: str, hidden: int, inner: int, up_std: float, down_std: float) -> Iterator[RandomTensor]:
     """Yield the tensors of an MLP, or of one expert."""
-    for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        yield RandomTensor(base + f"{name}_proj.weight", shape, 0.0, 0.03)
+    yield RandomTensor(base + "gate_proj.weight", (inner, hidden), 0.0, up_std)
+    yield RandomTensor(base + "up_proj.weight", (inner, hidden), 0.0, up_std)
+    yield RandomTensor(base + "down_proj.weight", (hidden, inner), 0.0, down_std)
 
 
 def write_tokenizer(folder: Path) -> None:
