@@ -4,8 +4,8 @@
 #include <cstring>
 #include <iterator>
 
-#include "linear/linear.h"
-#include "linear/linear_int8.h"
+#include "experts/experts.h"
+#include "linear/products.h"
 #include "runtime/thread_pool.h"
 
 namespace fd {
@@ -29,10 +29,6 @@ struct MlpBlock {
   const float* post_norm;
 };
 
-float* floats(ScratchSlot slot, int64_t count) {
-  return static_cast<float*>(scratch(slot, static_cast<size_t>(count) * 4));
-}
-
 // out[i] = x[rows[i]]; rows ascend, so that out may be x.
 void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width, float* out) {
   for (int64_t i = 0; i < count; ++i)
@@ -44,36 +40,6 @@ const int32_t* pick_adapters(const int32_t* adapters, const int64_t* rows, int64
   auto* picked = static_cast<int32_t*>(scratch(kScratchLoraRows, static_cast<size_t>(count) * 4));
   for (int64_t i = 0; i < count; ++i) picked[i] = adapters[rows[i]];
   return picked;
-}
-
-// The functions of linear.h, or of linear_int8.h for a weight with int8 values. All linears of a block have them, or
-// none has.
-LinearInput input_of(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
-  return (w.int8 == nullptr ? make_linear_input : int8_linears().make_input)(slot, x, norm, eps, m, w);
-}
-
-void product(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
-  (w.int8 == nullptr ? multiply : int8_linears().multiply)(input, w, loras, out, accumulate);
-}
-
-// multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
-// combined.
-LinearInput gated_product(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
-                          Activation activation, const Weight& next) {
-  const int64_t half = w.n / 2;
-  if (half % kColumns == 0)
-    return (w.int8 == nullptr ? multiply_gated : int8_linears().multiply_gated)(slot, input, w, loras, activation,
-                                                                                next);
-  float* both = floats(kScratchGateUp, input.m * w.n);
-  product(input, w, loras, both, false);
-  for (int64_t r = 0; r < input.m; ++r)
-    for (int64_t i = 0; i < half; i += 16) {
-      const int count = static_cast<int>(half - i < 16 ? half - i : 16);
-      const float *gate = both + r * w.n + i, *up = gate + half;
-      const Floats16 left = activated(activation, load_n(gate, count));
-      store_n(both + r * half + i, mul(left, load_n(up, count)), count);  // after all reads
-    }
-  return input_of(slot, both, nullptr, 0, input.m, next);
 }
 
 // The adapters of the second linear of a block.
@@ -134,11 +100,12 @@ void mlp_block(const MlpBlock& block, const StepState& step) {
 
 void run_block(const Block& block, StepState& step) {
   if (block.kind == kAttentionBlock) return attention_block(*static_cast<const AttentionBlock*>(block.fields), step);
+  if (block.kind == kExpertsBlock) return experts_block(*static_cast<const ExpertsBlock*>(block.fields), step);
   mlp_block(*static_cast<const MlpBlock*>(block.fields), step);
 }
 
 int64_t block_bytes(int64_t kind) {
-  constexpr int64_t kBytes[] = {sizeof(AttentionBlock), sizeof(MlpBlock)};
+  constexpr int64_t kBytes[] = {sizeof(AttentionBlock), sizeof(MlpBlock), sizeof(ExpertsBlock)};
   return kind < static_cast<int64_t>(std::size(kBytes)) ? kBytes[kind] : 0;
 }
 

@@ -35,6 +35,13 @@ enum ScratchSlot {
   kScratchLoraRuns,
   kScratchShrunk,
   kScratchLoraInput,
+  kScratchNormed,
+  kScratchRouter,
+  kScratchRouting,
+  kScratchExpertRows,
+  kScratchExpertInput,
+  kScratchExpertInner,
+  kScratchExpertOutput,
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);
