@@ -100,6 +100,8 @@ class GenerationBody(CoreFieldsBody, ConstrainedBody):
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    routed_experts: bool | None = None
+    routed_experts_start: Int64 | None = None
     routed_experts_prompt_start: Int64 | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: Int64 | None = None
