@@ -105,7 +105,10 @@ struct AttentionSpec {
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
   int64_t interleaved;
-  int64_t window;  // 0: a row sees all keys up to its own
+  int64_t window;      // 0: a row sees all keys up to its own
+  int64_t rotary_dim;  // 0: all dimensions are rotated
+
+  int64_t rotated() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
 };
 
 // The fields of Activation of ops/interface.py.

@@ -50,7 +50,9 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
             weights, biases = ([tensors[name] for name in names] for names in (parameter.weights, parameter.biases))
             vector = parameter.is_vector
             values[parameter.key] = (
-                paddle.to_tensor(weights[0]) if vector else one.pack_linear(weights, biases if biases else None)
+                paddle.to_tensor(weights[0].reshape(-1))
+                if vector
+                else one.pack_linear(weights, biases if biases else None)
             )
         cache = one.new_kv_cache(spec.layers, 32, BLOCK, spec.kv_heads, spec.dim)
         layers = model.assemble(values).layers
