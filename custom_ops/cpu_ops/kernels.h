@@ -105,11 +105,12 @@ struct AttentionSpec {
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
   int64_t interleaved;
-  int64_t window;  // 0: a row sees all keys up to its own
+  int64_t window;      // 0: a row sees all keys up to its own
+  const float* sinks;  // [heads], or null
 };
 
 // The fields of Activation of ops/interface.py.
-enum Activation : int64_t { kSilu, kGeluTanh };
+enum Activation : int64_t { kSilu, kGeluTanh, kSwigluClamped };
 
 // One call of attention.
 struct AttentionArgs : Batch, AttentionSpec {
