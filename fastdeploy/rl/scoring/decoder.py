@@ -15,6 +15,8 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     AttentionBlock,
     AttentionSpec,
@@ -112,9 +114,18 @@ def _attention(x: paddle.Tensor, block: AttentionBlock, batch: _Batch) -> paddle
     qk = qk * cos + paddle.matmul(qk, quarter_turn) * sin
     q, k = paddle.split(qk, [heads, kv], axis=1)
     q = q.reshape([batch.sequences, kv, heads // kv * batch.length, dim]) * spec.scale
-    weights = F.softmax(paddle.matmul(q, k, transpose_y=True) + batch.mask(spec), -1)
+    scores = paddle.matmul(q, k, transpose_y=True) + batch.mask(spec)
+    weights = F.softmax(scores, -1) if spec.sinks is None else _softmax_with_sinks(scores, spec.sinks, batch.length)
     out = paddle.matmul(weights, v).reshape([batch.sequences, heads, batch.length, dim]).transpose([0, 2, 1, 3])
     return _linear(out.reshape([batch.sequences * batch.length, heads * dim]), block.o)
+
+
+def _softmax_with_sinks(scores: paddle.Tensor, sinks: paddle.Tensor, length: int) -> paddle.Tensor:
+    """Return the weights of the keys, where each head [heads] has one more score, its sink: scores [B, kv_heads, heads
+    / kv_heads * T, T], length: T."""
+    sequences, kv, rows, _ = scores.shape
+    column = sinks.reshape([1, kv, -1, 1]).tile([sequences, 1, 1, length]).reshape([sequences, kv, rows, 1])
+    return F.softmax(paddle.concat([scores, column], -1), -1)[..., :-1]
 
 
 def _mlp(x: paddle.Tensor, block: MlpBlock) -> paddle.Tensor:
@@ -122,10 +133,13 @@ def _mlp(x: paddle.Tensor, block: MlpBlock) -> paddle.Tensor:
 
 
 def _gated(gate_up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
-    """Return activation(gate) * up: gate_up [N, 2I] -> [N, I]."""
+    """Return the activation of gate and up: gate_up [N, 2I] -> [N, I]."""
     if activation is Activation.SILU:
         return F.swiglu(gate_up)
     gate, up = paddle.split(gate_up, 2, axis=1)
+    if activation is Activation.SWIGLU_CLAMPED:
+        gate, up = gate.clip(max=SWIGLU_LIMIT), up.clip(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * F.sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
     return F.gelu(gate, approximate=True) * up
 
 
