@@ -16,9 +16,14 @@ Tensors = dict[str, paddle.Tensor]
 
 
 def plain_logprobs(
-    folder: str, tensors: Tensors, sequences: list[tuple[list[int], list[int]]], temperature: float
+    folder: str,
+    tensors: Tensors,
+    sequences: list[tuple[list[int], list[int]]],
+    temperature: float,
+    windows: list[int | None] | None = None,
 ) -> paddle.Tensor:
-    """Return the log probability of each output token. tensors: float32 by checkpoint name."""
+    """Return the log probability of each output token. tensors: float32 by checkpoint name. windows: of each layer, of
+    a config that is not known here."""
     config = load_config(folder)
     frequencies = rope_frequencies(config.head_dim, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
@@ -26,7 +31,8 @@ def plain_logprobs(
     neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
-    ropes, windows = [rope_tables(frequencies, 512)] * config.num_hidden_layers, [window] * config.num_hidden_layers
+    ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
+    windows = [window] * config.num_hidden_layers if windows is None else windows
     if gemma is not None:
         local = [kind == "sliding_attention" for kind in gemma.layer_types]
         of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
