@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.interface import MAX_GROUPS, OWN_CHOICE, Block, ExpertsBlock, RouterScore, RouterSpec
@@ -52,6 +53,14 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
     if mixture.top_k > allowed:
         raise refuse("top_k", f"at most {allowed} (the experts that may be chosen)")
     return mixture
+
+
+def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:
+    """Return the experts layers of a config with a field ``mixture``; None for a dense model."""
+    mixture: Mixture | None = getattr(config, "mixture", None)
+    if mixture is None:
+        return None
+    return ExpertsInfo(mixture.layers, config.num_hidden_layers, mixture.experts, mixture.top_k)
 
 
 @dataclass(frozen=True)
