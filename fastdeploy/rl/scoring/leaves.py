@@ -51,7 +51,8 @@ def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
 
 
 def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]:
-    """Return the collected gradient of each tensor of a parameter, by name. The value must have one."""
+    """Return the collected gradient of each tensor of a parameter, by name: zeros if no result depends on it, as on the
+    bias of a router."""
     if isinstance(value, paddle.Tensor):
         return {parameter.weights[0]: _gradient(value)}
     leaf, rows = as_leaf(value), list(parameter.rows)
@@ -62,5 +63,4 @@ def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]
 
 
 def _gradient(tensor: paddle.Tensor) -> paddle.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
+    return paddle.zeros_like(tensor) if tensor.grad is None else tensor.grad
