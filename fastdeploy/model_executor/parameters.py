@@ -76,8 +76,10 @@ class Parameter(NamedTuple):
         return tensor.reshape([self.experts, columns, -1, parts]).transpose([0, 3, 2, 1]).reshape([-1, columns])
 
     def tensor_of_experts(self, rows: Array) -> Array:
-        """Return rows of whole experts, [N, columns], as a tensor has them: [experts, columns, rows of an expert]."""
-        columns, parts, of_expert = rows.shape[1], 1 + self.interleaved, self.rows[0] // self.experts
+        """Return rows of whole experts, [N, columns], as a tensor has them: [experts, columns, rows of an expert]. A
+        bias, [N], has one column."""
+        columns, parts = rows.shape[1] if len(rows.shape) == 2 else 1, 1 + self.interleaved
+        of_expert = self.rows[0] // self.experts
         parted = rows.reshape([-1, parts, of_expert // parts, columns]).transpose([0, 3, 2, 1])
         return parted.reshape([-1, columns, of_expert])
 
@@ -131,7 +133,7 @@ def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[
         bias = ops.unpack_bias(value)
         assert bias is not None
         if parameter.experts:
-            bias = parameter.tensor_of_experts(bias.reshape([-1, 1])).reshape(-1)
+            bias = parameter.tensor_of_experts(bias).reshape(-1)
         yield in_dtype(bias[first:last], ops.dtype)
         return
     if parameter.experts:

@@ -38,11 +38,9 @@ def leaf_of(parameter: Parameter, tensors: Mapping[str, paddle.Tensor]) -> Value
     if parameter.is_vector:
         return _stacked([tensors[parameter.weights[0]].flatten()])
     if parameter.experts:
-        rows = [parameter.rows_of_experts(tensors[name].detach()) for name in parameter.tensors]
-        weight, bias = _stacked(rows[:1]), _stacked([one.flatten() for one in rows[1:]])
-    else:
-        weight = _stacked(tensors[name] for name in parameter.weights)
-        bias = _stacked(tensors[name] for name in parameter.biases) if parameter.biases else None
+        tensors = {name: parameter.rows_of_experts(tensors[name]) for name in parameter.tensors}
+    weight = _stacked(tensors[name] for name in parameter.weights)
+    bias = _stacked(tensors[name].flatten() for name in parameter.biases) if parameter.biases else None
     out_features, in_features = weight.shape
     return Leaf(weight, bias, out_features, in_features, 4 * out_features * in_features)
 
@@ -55,21 +53,19 @@ def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
 
 
 def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]:
-    """Return the collected gradient of each tensor of a parameter, by name. The value must have one."""
+    """Return the collected gradient of each tensor of a parameter, by name: zeros if no result depends on it, as on the
+    bias of a router."""
     if isinstance(value, paddle.Tensor):
         [(name, shape)] = parameter.shapes.items()
         return {name: _gradient(value).reshape(shape)}
     leaf, rows = as_leaf(value), list(parameter.rows)
-    if parameter.experts and leaf.bias is not None:
-        gradients = _gradient(leaf.weight), _gradient(leaf.bias).unsqueeze(1)
-        pairs = zip(parameter.shapes.items(), gradients, strict=True)
-        return {name: parameter.tensor_of_experts(one).reshape(shape) for (name, shape), one in pairs}
     found = dict(zip(parameter.weights, paddle.split(_gradient(leaf.weight), rows), strict=True))
     if leaf.bias is not None:
         found |= zip(parameter.biases, paddle.split(_gradient(leaf.bias), rows), strict=True)
+    if parameter.experts:
+        return {name: parameter.tensor_of_experts(one).reshape(parameter.shapes[name]) for name, one in found.items()}
     return found
 
 
 def _gradient(tensor: paddle.Tensor) -> paddle.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
+    return paddle.zeros_like(tensor) if tensor.grad is None else tensor.grad
