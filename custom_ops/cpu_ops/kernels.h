@@ -105,11 +105,15 @@ struct AttentionSpec {
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float norm_eps;
   int64_t interleaved;
-  int64_t window;  // 0: a row sees all keys up to its own
+  int64_t window;      // 0: a row sees all keys up to its own
+  int64_t rotary_dim;  // 0: all dimensions are rotated
+  const float* sinks;  // [heads], or null
+
+  int64_t rotated() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
 };
 
 // The fields of Activation of ops/interface.py.
-enum Activation : int64_t { kSilu, kGeluTanh };
+enum Activation : int64_t { kSilu, kGeluTanh, kSwigluClamped };
 
 // One call of attention.
 struct AttentionArgs : Batch, AttentionSpec {
@@ -201,6 +205,7 @@ struct LogprobArgs {
               const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,    \
               int32_t* out, float* cutoff_logits, int32_t* cutoff_ids);                                         \
   void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                        \
+  void probe_read(const void* data, int64_t bytes); /* reads whole pieces of 64 KiB on all threads */             \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)
@@ -212,7 +217,6 @@ int64_t probe_peak(int64_t rounds);
 }
 
 namespace amx {
-double probe_read(const void* data, int64_t bytes);  // reads all bytes on all threads
 int64_t probe_peak(int64_t rounds);
 void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);

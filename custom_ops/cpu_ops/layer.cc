@@ -87,7 +87,7 @@ void attention_block(const AttentionBlock& block, StepState& step) {
   add_output(input, *block.o, block.post_norm, block.norm_eps, step);
 }
 
-// residual += down(activation(gate(norm(residual))) * up(norm(residual))).
+// residual += down(activation(gate(norm(residual)), up(norm(residual)))). The activation is a function of both.
 void mlp_block(const MlpBlock& block, const StepState& step) {
   if (step.m == 0) return;
   const LinearInput input = input_of(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);

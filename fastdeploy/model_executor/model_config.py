@@ -13,6 +13,7 @@ from fastdeploy.core.errors import InvalidField, shown
 MAX_COUNT = 2**31 - 1
 MAX_NUMBER = 1e15
 DTYPES = ("float32", "bfloat16", "float16")
+SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds of the key layer_types
 _DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 
@@ -53,8 +54,10 @@ class ModelConfig:
 def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """Read the common part of a config. raw: config.json, with the architecture's own defaults for missing keys.
     generation: generation_config.json; its eos_token_id has priority over that of config.json. Raises InvalidField."""
-    if raw.get("quantization_config"):
-        raise InvalidField("quantization_config", "quantised checkpoints are not supported")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        what = f"quantised checkpoints are not supported, got {shown(method)}"
+        raise InvalidField("quantization_config", f"{what}: dequantize the weights, and save the model in bfloat16")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidField("hidden_act", f"only silu is supported, got {shown(raw['hidden_act'])}")
     heads, hidden = count(raw, "num_attention_heads"), count(raw, "hidden_size")
@@ -93,8 +96,9 @@ def rope_settings(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return key, raw.get(key) or {}
 
 
-def refuse_rope_scaling(raw: dict[str, Any], *allowed: str) -> None:
-    """Raise InvalidField if the rotary embedding is neither the default nor of an ``allowed`` type."""
+def refuse_rope_scaling(raw: dict[str, Any], *allowed: str, partial: bool = False) -> None:
+    """Raise InvalidField if the rotary embedding is neither the default nor of an ``allowed`` type. partial: it may
+    rotate a part of each head."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
@@ -103,8 +107,15 @@ def refuse_rope_scaling(raw: dict[str, Any], *allowed: str) -> None:
         if kind not in (None, "default", *allowed):
             supported = " and ".join(("the default rotary embedding", *allowed))
             raise InvalidField(key, f"only {supported} is supported, got {shown(kind)}")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise InvalidField(f"{key}.partial_rotary_factor", "a partial rotary embedding is not supported")
+
+
+def layer_kinds(kinds: Any, layers: int) -> tuple[str, ...]:
+    """Return the value of the key layer_types, SLIDING or FULL for each of so many layers. Raises InvalidField."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+        raise InvalidField("layer_types", f"expected {SLIDING} or {FULL} for each of num_hidden_layers")
+    return tuple(kinds)
 
 
 def _rope_theta(raw: dict[str, Any]) -> float:
@@ -123,12 +134,12 @@ def eos_ids(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def count(raw: dict[str, Any], key: str, where: str = "") -> int:
-    """Return an integer from 1 to MAX_COUNT. where: the key of the object ``raw`` in config.json, "" at the top level.
-    Raises InvalidField."""
+def count(raw: dict[str, Any], key: str, where: str = "", least: int = 1) -> int:
+    """Return an integer from ``least`` to MAX_COUNT. where: the key of the object ``raw`` in config.json, "" at the top
+    level. Raises InvalidField."""
     value = raw.get(key)
-    if type(value) is not int or not 1 <= value <= MAX_COUNT:
-        raise _invalid(raw, key, where, "an integer from 1 to 2**31 - 1")
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise _invalid(raw, key, where, f"an integer from {least} to 2**31 - 1")
     return value
 
 
@@ -140,11 +151,11 @@ def positive(raw: dict[str, Any], key: str, default: float | None = None, where:
     return float(value)
 
 
-def flag(raw: dict[str, Any], key: str) -> bool:
-    """Return true or false, false if the key is missing. Raises InvalidField."""
+def flag(raw: dict[str, Any], key: str, where: str = "") -> bool:
+    """Return true or false, false if the key is missing; see :func:`count`."""
     value = raw.get(key, False)
     if type(value) is not bool:
-        raise _invalid(raw, key, "", "true or false")
+        raise _invalid(raw, key, where, "true or false")
     return value
 
 

@@ -44,31 +44,53 @@ class Spec:
     def biases(self) -> str:
         """Attention projections that have a bias."""
         everywhere = self.extra.get("attention_bias") or self.extra.get("use_bias")
-        return "qkv" if self.model_type == "qwen2" else "qkvo" if everywhere else ""
+        return "qkv" if self.model_type in ("qwen2", "glm4_moe") else "qkvo" if everywhere else ""
 
     @property
     def experts(self) -> int:
         """The number of experts of a layer, 0 for a dense model."""
-        count: int = self.extra.get("num_experts", 0)
-        return count
+        keys = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+        return next((self.extra[key] for key in keys if key in self.extra), 0)
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        return self.model_type == "gpt_oss"
 
     @property
     def experts_layers(self) -> list[int]:
+        first = self.extra.get("moe_layer_start_index", self.extra.get("first_k_dense_replace", 0))
         dense = self.extra.get("mlp_only_layers", [])
-        return [layer for layer in range(self.layers) if self.experts and layer not in dense]
+        return [layer for layer in range(first, self.layers) if self.experts and layer not in dense]
+
+    @property
+    def router_bias(self) -> tuple[str, tuple[int, ...]]:
+        """The name and shape of the router's bias for the choice, "" without."""
+        if self.model_type == "ernie4_5_moe":
+            return "moe_statics.e_score_correction_bias", (1, self.experts)
+        return ("gate.e_score_correction_bias", (self.experts,)) if self.model_type == "glm4_moe" else ("", ())
 
     def mlps(self, layer: int) -> dict[str, int]:
         """The MLPs of a layer, each with its inner size."""
         if layer not in self.experts_layers:
             return {"mlp": self.inner}
-        return {f"mlp.experts.{i}": self.extra["moe_intermediate_size"] for i in range(self.experts)}
+        inner = self.extra["moe_intermediate_size"]
+        shared = inner * self.extra.get("moe_num_shared_experts", self.extra.get("n_shared_experts", 0))
+        return {f"mlp.experts.{i}": inner for i in range(self.experts)} | (
+            {"mlp.shared_experts": shared} if shared else {}
+        )
 
     @property
     def dim(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
 
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3MoeForCausalLM": "qwen3_moe"}
+MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
+}
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
 LLAMA3_ROPE = {
@@ -106,6 +128,55 @@ QWEN_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "rope_theta": 5e5,
+}
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "rope_theta": 1e6,
+}
+# Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+    "sliding_window": 37,
+    "rope_theta": 1000.0,
+    "rope_scaling": YARN_ROPE,
+}
+# All experts are chosen: bfloat16 and float32 never choose others, after which nothing could be compared.
+GPT_OSS_OTHER = GPT_OSS | {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+    "attention_bias": False,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_scaling": YARN_ROPE | {"truncate": True, "attention_factor": 1.1},
+}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -131,9 +202,23 @@ SPECS = {
         Spec("gemma", "Gemma3ForCausalLM", tied=True, head_dim=24, kv_heads=1, extra=GEMMA, seed=14),
         Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
         Spec("qwen3_moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, shards=3, extra=QWEN_MOE, seed=15),
+        Spec("ernie_moe", "Ernie4_5_MoeForCausalLM", layers=3, shards=2, extra=ERNIE_MOE, seed=16),
+        Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=18),
+        Spec("gpt_oss", "GptOssForCausalLM", hidden=80, inner=48, layers=3, head_dim=16, extra=GPT_OSS, seed=16),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
         Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
+        Spec(
+            "gpt_oss_bf16",
+            "GptOssForCausalLM",
+            dtype=BFLOAT16,
+            hidden=80,
+            inner=48,
+            head_dim=16,
+            shards=2,
+            extra=GPT_OSS_OTHER,
+            seed=20,
+        ),
     )
 }
 
@@ -184,7 +269,7 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
             tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
             if name in spec.biases:
                 tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.model_type in ("qwen3", "qwen3_moe") or spec.is_gemma:
+        if spec.model_type in ("qwen3", "qwen3_moe") or spec.is_gemma or spec.extra.get("use_qk_norm"):
             for name in "qk":
                 tensors[p + f"self_attn.{name}_norm.weight"] = norm(spec.dim)
         tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
@@ -193,8 +278,22 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
         tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
         for name in ("pre", "post") if spec.is_gemma else ():
             tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)
+        if spec.is_gpt_oss:
+            experts, inner, mlp = spec.experts, spec.inner, p + "mlp."
+            tensors[p + "self_attn.sinks"] = normal(spec.heads, scale=1.0, mean=1.0)
+            tensors[mlp + "router.weight"] = normal(experts, hidden, scale=2 * hidden**-0.5)
+            tensors[mlp + "router.bias"] = normal(experts, scale=0.5)
+            # Some of the values are beyond the limit of the activation.
+            tensors[mlp + "experts.gate_up_proj"] = normal(experts, hidden, 2 * inner, scale=4 * hidden**-0.5)
+            tensors[mlp + "experts.gate_up_proj_bias"] = normal(experts, 2 * inner, scale=0.3)
+            tensors[mlp + "experts.down_proj"] = normal(experts, inner, hidden, scale=0.3 * inner**-0.5)
+            tensors[mlp + "experts.down_proj_bias"] = normal(experts, hidden, scale=0.3)
+            continue
         if layer in spec.experts_layers:
             tensors[p + "mlp.gate.weight"] = normal(spec.experts, hidden, scale=2 * hidden**-0.5)
+            name, shape = spec.router_bias
+            if name:
+                tensors[f"{p}mlp.{name}"] = normal(*shape, scale=0.2)
         for mlp, inner in spec.mlps(layer).items():
             for name in ("gate", "up"):
                 tensors[f"{p}{mlp}.{name}_proj.weight"] = normal(inner, hidden, scale=hidden**-0.5)

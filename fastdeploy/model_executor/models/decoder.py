@@ -3,36 +3,101 @@ transformers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, rope_settings
 from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
 from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
-from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, linear, vector
+from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
 
 
 class Rope(NamedTuple):
-    """The tables of the rotary embedding, float32 [max_model_len, head_dim // 2]."""
+    """The tables of the rotary embedding, float32 [max_model_len, pairs that are rotated]."""
 
     cos: paddle.Tensor
     sin: paddle.Tensor
 
 
-def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Return the angle per position of each rotated pair, float32 [head_dim // 2]: theta^(-2i / head_dim)."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def rope_frequencies(rotated: int, theta: float) -> np.ndarray:
+    """Return the angle per position of each rotated pair, float32 [rotated // 2]: theta^(-2i / rotated). rotated: how
+    many dimensions of a head are rotated."""
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
-def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
-    """Return the tables for positions 0 to max_model_len - 1."""
-    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
-    return Rope(paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles)))
+class Yarn(NamedTuple):
+    """The rotary embedding YaRN, with the names of config.json. attention_factor: of cosines and sines."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    truncate: bool
+    attention_factor: float
+
+
+def read_yarn(raw: dict[str, Any]) -> Yarn:
+    """Read the settings of YaRN in a config whose rotary embedding is YaRN. Defaults are those of transformers."""
+    key, settings = rope_settings(raw)
+    there = {name: value for name, value in settings.items() if value is not None}
+    factor, original = positive(there, "factor", where=key), "original_max_position_embeddings"
+    scales = [positive(there, name, where=key) for name in ("mscale", "mscale_all_dim") if there.get(name)]
+    if "attention_factor" in there:
+        attention_factor = positive(there, "attention_factor", where=key)
+    elif len(scales) == 2:
+        attention_factor = _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1])
+    else:
+        attention_factor = _yarn_scale(factor, 1.0)
+    lengths = {original: raw["max_position_embeddings"]} | there | {k: raw[k] for k in (original,) if k in raw}
+    yarn = Yarn(
+        factor=factor,
+        beta_fast=positive(there, "beta_fast", 32.0, where=key),
+        beta_slow=positive(there, "beta_slow", 1.0, where=key),
+        original_max_position_embeddings=count(lengths, original, where=key),
+        truncate=flag({"truncate": True} | there, "truncate", where=key),
+        attention_factor=attention_factor,
+    )
+    if yarn.beta_fast < yarn.beta_slow:
+        found = f"{yarn.beta_fast:g}, less than {yarn.beta_slow:g}"
+        raise InvalidField(f"{key}.beta_fast", f"expected at least beta_slow, got {found}")
+    return yarn
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> np.ndarray:
+    """Return the frequencies of YaRN, float32 [head_dim // 2]: those of :func:`rope_frequencies` for short waves, of
+    which more than beta_fast periods fit into the original context; divided by ``factor`` for long ones, of which fewer
+    than beta_slow fit; and between the two interpolated linearly in the dimension. The formula is that of "yarn" in
+    modeling_rope_utils.py of transformers."""
+
+    def dimension(periods: float) -> float:
+        waves = yarn.original_max_position_embeddings / (periods * 2 * math.pi)
+        return head_dim * math.log(waves) / (2 * math.log(theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    divided = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    frequencies = rope_frequencies(head_dim, theta)
+    return (frequencies / np.float32(yarn.factor) * divided + frequencies * (1 - divided)).astype(np.float32)
+
+
+def rope_tables(frequencies: np.ndarray, max_model_len: int, factor: float = 1.0) -> Rope:
+    """Return the tables for positions 0 to max_model_len - 1. factor: of the cosines and sines."""
+    angles, scale = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies, np.float32(factor)
+    return Rope(paddle.to_tensor(np.cos(angles) * scale), paddle.to_tensor(np.sin(angles) * scale))
 
 
 @dataclass(frozen=True)
@@ -54,7 +119,7 @@ class ByLayer:
 class Attention:
     """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved, window: see
     ``AttentionSpec``. scale: of the scores; None: 1 / sqrt(head_dim). post_norm: the name of the norm of what is added
-    to the residual, "" for none."""
+    to the residual, "" for none. sinks: each head has a sink."""
 
     config: ModelConfig
     rope: Rope
@@ -65,6 +130,7 @@ class Attention:
     window: int = 0
     scale: float | None = None
     post_norm: str = ""
+    sinks: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
@@ -80,6 +146,8 @@ class Attention:
             found += [vector(f"{key}{x}_norm", f"{prefix}self_attn.{x}_norm.weight", c.head_dim) for x in "qk"]
         if self.post_norm:
             found.append(vector(key + "attention_out_norm", f"{prefix}{self.post_norm}.weight", c.hidden_size))
+        if self.sinks:
+            found.append(vector(key + "sinks", prefix + "self_attn.sinks", c.num_attention_heads))
         return found
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
@@ -102,6 +170,8 @@ class Attention:
             norm_eps=c.rms_norm_eps,
             interleaved=int(self.interleaved),
             window=self.window,
+            rotary_dim=2 * self.rope.cos.shape[1],
+            sinks=as_vector(values[key + "sinks"]) if self.sinks else None,
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
         post_norm = norm("attention_out_norm", bool(self.post_norm))

@@ -10,15 +10,34 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
-from fastdeploy.model_executor.ops.interface import MAX_GROUPS, OWN_CHOICE, Block, ExpertsBlock, RouterScore, RouterSpec
-from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, as_vector, linear, vector
+from fastdeploy.model_executor.ops.interface import (
+    MAX_GROUPS,
+    OWN_CHOICE,
+    Activation,
+    Block,
+    ExpertsBlock,
+    RouterScore,
+    RouterSpec,
+)
+from fastdeploy.model_executor.parameters import (
+    Parameter,
+    Use,
+    Value,
+    as_linear,
+    as_vector,
+    experts_linear,
+    linear,
+    vector,
+)
 
+GATE_UP, DOWN = "experts_gate_up", "experts_down"  # the ends of the keys of parameters
 MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
 
 
 class Mixture(NamedTuple):
     """The experts of a config. layers: the numbers of the layers with experts, ascending. inner: the width of each
-    expert. top_k to scale: see ``RouterSpec``. shared_inner: the width of the MLP that all rows have, 0 without."""
+    expert. top_k to norm_min: see ``RouterSpec``. shared_inner: the width of the MLP that all rows have, 0
+    without."""
 
     layers: tuple[int, ...]
     experts: int
@@ -29,6 +48,7 @@ class Mixture(NamedTuple):
     top_groups: int = 1
     normalize: bool = False
     scale: float = 1.0
+    norm_min: float = RouterSpec._field_defaults["norm_min"]
     shared_inner: int = 0
 
 
@@ -63,33 +83,41 @@ def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:
     return ExpertsInfo(mixture.layers, config.num_hidden_layers, mixture.experts, mixture.top_k)
 
 
+def of_experts(parameter: Parameter) -> bool:
+    """Return whether a parameter contains the experts that a router chooses from."""
+    return parameter.key.endswith(("." + GATE_UP, "." + DOWN))
+
+
 @dataclass(frozen=True)
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
-    without) in ``mlp``; shared: the name of the shared MLP there. biases: experts and shared MLP have biases."""
+    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. shared: the name of the shared MLP in
+    ``mlp``. biases: experts and shared MLP have biases. router_bias: the router's linear has one. fused: tensors have
+    all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
 
     config: ModelConfig
     mixture: Mixture
     router: str = "gate"
     bias: str = ""
+    bias_is_row: bool = False
     shared: str = "shared_experts"
     biases: bool = False
     norm: str = "post_attention_layernorm"
+    router_bias: bool = False
+    activation: Activation = Activation.SILU
+    fused: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
         hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
-        mlp, experts = prefix + "mlp.", [f"{prefix}mlp.experts.{i}." for i in range(of.experts)]
-        gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
-        down = {f"{expert}down_proj": hidden for expert in experts}
+        mlp = prefix + "mlp."
         found = [
             vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
-            linear(key + "router", {mlp + self.router: of.experts}, hidden, use=Use.EXACT),
-            linear(key + "experts_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
-            linear(key + "experts_down", down, of.inner, self.biases, Use.QUANTIZED),
+            linear(key + "router", {mlp + self.router: of.experts}, hidden, self.router_bias, Use.EXACT),
+            *self._experts(key, mlp + "experts."),
         ]
         if self.bias:
-            found.append(vector(key + "router_bias", mlp + self.bias, of.experts))
+            found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
         if of.shared_inner:
             shared = f"{mlp}{self.shared}."
             gate_up = {f"{shared}{name}_proj": of.shared_inner for name in ("gate", "up")}
@@ -100,6 +128,23 @@ class Experts:
                 ),
             ]
         return found
+
+    def _experts(self, key: str, prefix: str) -> list[Parameter]:
+        """Return the two linears of the experts. prefix: of the names of their tensors."""
+        hidden, of, keys = self.config.hidden_size, self.mixture, (key + GATE_UP, key + DOWN)
+        if self.fused:
+            both, down_proj = ((f"{prefix}{name}_proj", f"{prefix}{name}_proj_bias") for name in ("gate_up", "down"))
+            return [
+                experts_linear(keys[0], both, of.experts, 2 * of.inner, hidden, interleaved=True),
+                experts_linear(keys[1], down_proj, of.experts, hidden, of.inner),
+            ]
+        experts = [f"{prefix}{i}." for i in range(of.experts)]
+        gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
+        down = {f"{expert}down_proj": hidden for expert in experts}
+        return [
+            linear(keys[0], gate_up, hidden, self.biases, Use.QUANTIZED),
+            linear(keys[1], down, of.inner, self.biases, Use.QUANTIZED),
+        ]
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
@@ -113,14 +158,16 @@ class Experts:
             normalize=int(of.normalize),
             scale=of.scale,
             bias=as_vector(values[key + "router_bias"]) if self.bias else None,
+            norm_min=of.norm_min,
         )
         return ExpertsBlock(
             norm=norm_weight(self.config, values[key + "post_norm"]),
             norm_eps=self.config.rms_norm_eps,
             router=as_linear(values[key + "router"]),
             routing=spec,
-            gate_up=as_linear(values[key + "experts_gate_up"]),
-            down=as_linear(values[key + "experts_down"]),
+            gate_up=as_linear(values[key + GATE_UP]),
+            down=as_linear(values[key + DOWN]),
+            activation=self.activation,
             shared_gate_up=as_linear(values[key + "shared_gate_up"]) if of.shared_inner else None,
             shared_down=as_linear(values[key + "shared_down"]) if of.shared_inner else None,
         )

@@ -9,6 +9,8 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     AdapterRows,
     AttentionBatch,
@@ -69,16 +71,23 @@ def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
 
 
-def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
-    """Apply the activation of an MLP to each value."""
+def gated(gate: paddle.Tensor, up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
+    """Return the activation of gate and up, both of one shape."""
+    if activation is Activation.SWIGLU_CLAMPED:
+        gate, up = gate.clip(max=SWIGLU_LIMIT), up.clip(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * paddle.nn.functional.sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
     if activation is Activation.GELU_TANH:
-        return paddle.nn.functional.gelu(x, approximate=True)
-    return paddle.nn.functional.silu(x)
+        return paddle.nn.functional.gelu(gate, approximate=True) * up
+    return paddle.nn.functional.silu(gate) * up
 
 
 def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
-    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
-    i + dim / 2. interleaved: dimension 2i is rotated with dimension 2i + 1."""
+    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, rotated / 2]. Dimension i is rotated with
+    dimension i + rotated / 2. interleaved: dimension 2i is rotated with dimension 2i + 1. Dimensions from ``rotated``
+    on stay as they are."""
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return paddle.concat([rotate(x[:, :, :rotated], cos, sin, interleaved), x[:, :, rotated:]], axis=-1)
     if interleaved:
         even, odd = x[:, :, ::2], x[:, :, 1::2]
         return paddle.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
@@ -152,6 +161,9 @@ def attend(
         mass = mass * rescale + weights.sum(-1, keepdim=True)
         total = total * rescale + paddle.matmul(weights, v)
         peak = new_peak
+    if spec.sinks is not None:
+        sinks = spec.sinks.reshape([1, spec.num_kv_heads, groups, 1]).tile([1, 1, 1, ROWS]).reshape([1, *shape[1:]])
+        mass = mass + paddle.exp(sinks - peak)
     out = (total / mass).reshape([tiles, spec.num_kv_heads, groups, ROWS, dim]).transpose([0, 3, 1, 2, 4])
     where = np.empty(tokens, np.int64)
     where[rows.reshape(-1)[::-1]] = np.arange(tiles * ROWS)[::-1]

@@ -81,13 +81,15 @@ class _Batch:
         """Return the rotary embedding. Layers with the same tables share it."""
         key = id(spec.rope_cos)
         if key not in self._rotations:
-            half = np.arange(spec.head_dim // 2)
+            half = np.arange(spec.rotated // 2)
             first, second = (2 * half, 2 * half + 1) if spec.interleaved else (half, half + len(half))
             turn = np.zeros((spec.head_dim, spec.head_dim), np.float32)
             turn[second, first], turn[first, second] = -1, 1
             pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(half))  # of each dimension
             tables = (table[: self.length] for table in (spec.rope_cos, spec.rope_sin))
             cos, sin = (paddle.index_select(table, pairs, axis=1) for table in tables)
+            rest = [0, spec.head_dim - spec.rotated]  # dimensions that are not rotated
+            cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
             self._rotations[key] = _Rotation(cos, sin, paddle.to_tensor(turn))
         return self._rotations[key]
 
