@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
