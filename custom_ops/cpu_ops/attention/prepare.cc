@@ -11,27 +11,30 @@ namespace fd {
 namespace FD_ISA {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeadDim = 576;
 
-// out[0, D) = rotate(x[0, D)) with the pairs (x[2i], x[2i + 1]). norm: null, or what x is multiplied with.
-void rotate_neighbours(const float* x, int64_t dim, float factor, const float* norm, const float* cos, const float* sin,
-                       float* out) {
+// out[0, R) = rotate(x[0, R)) with the pairs (x[2i], x[2i + 1]), R = rotary. norm: null, or what x is multiplied with.
+void rotate_neighbours(const float* x, int64_t rotary, float factor, const float* norm, const float* cos,
+                       const float* sin, float* out) {
   alignas(64) float normed[kMaxHeadDim];
   if (norm != nullptr) {
-    for (int64_t i = 0; i < dim; ++i) normed[i] = x[i] * factor * norm[i];
+    for (int64_t i = 0; i < rotary; ++i) normed[i] = x[i] * factor * norm[i];
     x = normed;
   }
-  for (int64_t i = 0; i < dim / 2; ++i) {
+  for (int64_t i = 0; i < rotary / 2; ++i) {
     const float first = x[2 * i], second = x[2 * i + 1];
     out[2 * i] = first * cos[i] - second * sin[i];
     out[2 * i + 1] = second * cos[i] + first * sin[i];
   }
 }
 
+// The dims that are rotated, from the first on.
+int64_t rotary_dim(const AttentionArgs& a) { return a.rotary_dim == 0 ? a.cache->head_dim : a.rotary_dim; }
+
 // out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
 void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
                      float* out) {
-  const int64_t dim = a.cache->head_dim, half = dim / 2;
+  const int64_t dim = a.cache->head_dim, rotary = rotary_dim(a), half = rotary / 2;
   float factor = 1.0f;
   if (norm != nullptr) {
     Floats16 sum = zero();
@@ -42,7 +45,12 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
     factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.norm_eps);
   }
   for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
-  if (a.interleaved) return rotate_neighbours(x, dim, factor, norm, cos, sin, out);
+  for (int64_t i = rotary; i < dim; i += 16) {
+    const int n = static_cast<int>(std::min<int64_t>(16, dim - i));
+    const Floats16 v = load_n(x + i, n);
+    store_n(out + i, norm == nullptr ? v : mul(mul(v, set1(factor)), load_n(norm + i, n)), n);
+  }
+  if (a.interleaved) return rotate_neighbours(x, rotary, factor, norm, cos, sin, out);
   for (int64_t i = 0; i < half; i += 16) {
     const int n = static_cast<int>(std::min<int64_t>(16, half - i));
     Floats16 first = load_n(x + i, n), second = load_n(x + half + i, n);
@@ -66,7 +74,8 @@ bool is_finite(const Cache& cache, const float* x) {
   return equal(sum, sum) == 0xffff;
 }
 
-// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h).
+// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h). A
+// cache of one part takes no value.
 void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
                 const float* value) {
   const int64_t dim = cache.head_dim, padded = cache.dim_padded;
@@ -75,7 +84,7 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
     float* data = static_cast<float*>(cache.data);
     float* k = data + k_base + unit + slot % 16;
     for (int64_t d = 0; d < dim; ++d) k[d * 16] = key[d];
-    std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
+    if (cache.parts == 2) std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
     return;
   }
   uint16_t* data = static_cast<uint16_t*>(cache.data);
@@ -85,7 +94,7 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
   for (int64_t d = 0; d < dim; d += 16) {  // zeros beyond dim, as there are already
     const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
     store_bf16(rounded + d, load_n(key + d, n));
-    store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
+    if (cache.parts == 2) store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
   }
   for (int64_t d = 0; d < dim; d += 2) std::memcpy(k + d * 16, rounded + d, 4);
 }
@@ -94,8 +103,9 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   const Cache& cache = *a.cache;
   const int64_t dim = cache.head_dim, padded = cache.dim_padded, group = a.heads / cache.kv_heads;
   const int64_t position = a.positions[token];
-  const float* row = a.qkv + token * (a.heads + 2 * cache.kv_heads) * dim;
-  const float *cos = a.rope_cos + position * (dim / 2), *sin = a.rope_sin + position * (dim / 2);
+  const float* row = a.qkv + token * (a.heads + cache.parts * cache.kv_heads) * dim;
+  const int64_t turn = position * (rotary_dim(a) / 2);
+  const float *cos = a.rope_cos + turn, *sin = a.rope_sin + turn;
   alignas(64) float head[kMaxHeadDim];
   for (int64_t h = 0; h < a.heads; ++h) {
     norm_and_rotate(a, row + h * dim, a.q_norm, cos, sin, head);
@@ -113,11 +123,13 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   for (int64_t h = 0; h < cache.kv_heads; ++h) {
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
-    const float* value = row + (a.heads + cache.kv_heads + h) * dim;
+    const float* value = cache.parts == 2 ? row + (a.heads + cache.kv_heads + h) * dim : head;
     // A key or value that is not finite must change the rows after it, and no row before it. A row before it
-    // multiplies its value by 0. So the value becomes 0. The key becomes NaN, and so do the scores of later rows.
+    // multiplies its value by 0. So the value becomes 0. The key becomes NaN, and so do the scores of later rows. Of a
+    // cache of one part, the key is 0 but for its first number, which is 0 where it is read as a value.
     alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
     if (!is_finite(cache, head) || !is_finite(cache, value)) {
+      std::fill_n(head, dim, 0.0f);
       head[0] = NAN;
       value = kZeros;
     }
@@ -128,7 +140,7 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
 }  // namespace
 
 void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
-  const int64_t work = (a.heads + 2 * a.cache->kv_heads) * a.cache->head_dim;
+  const int64_t work = (a.heads + a.cache->parts * a.cache->kv_heads) * a.cache->head_dim;
   parallel_for(a.tokens, std::max<int64_t>(1, 8192 / work), [&](int64_t begin, int64_t end) {
     int64_t sequence = 0;
     for (int64_t t = begin; t < end; ++t) {

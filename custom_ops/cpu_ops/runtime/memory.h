@@ -23,6 +23,7 @@ enum ScratchSlot {
   kScratchInput,
   kScratchInner,
   kScratchQkv,
+  kScratchLatent,
   kScratchAttended,
   kScratchPartial,
   kScratchGateUp,

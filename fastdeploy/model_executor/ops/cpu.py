@@ -45,13 +45,14 @@ from fastdeploy.model_executor.ops.cpu_library import (
     lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
+    ATTENTIONS,
     AdapterRows,
     AttentionBatch,
-    AttentionBlock,
     AttentionSpec,
     DecoderLayer,
     DeltaItem,
     KVCache,
+    LatentAttentionBlock,
     LoraPart,
     PackedAdapter,
     PackedLinear,
@@ -276,10 +277,16 @@ class CpuOps:
         return out
 
     def new_kv_cache(
-        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        keys_only: bool = False,
     ) -> CpuKVCache:
-        """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 512."""
-        return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim)
+        """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 576."""
+        return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim, keys_only)
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
         assert isinstance(cache, CpuKVCache)
@@ -306,7 +313,9 @@ class CpuOps:
             or any(known() is not layer for known, layer in zip(found.layers, layers, strict=True))
         ):
             blocks = [(block, i == len(layer.blocks)) for layer in layers for i, block in enumerate(layer.blocks, 1)]
-            limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, AttentionBlock)}
+            limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, ATTENTIONS)}
+            latent = {isinstance(block, LatentAttentionBlock) for block, _ in blocks if isinstance(block, ATTENTIONS)}
+            assert latent == {cache.keys_only}
             hidden = {block.norm.shape[0] for block, _ in blocks}
             assert len(limits) == len(hidden) == 1
             args, fields = zip(*(block_args(block, ends) for block, ends in blocks), strict=True)
@@ -325,7 +334,8 @@ class CpuOps:
         self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
         tokens, width = qkv.shape
-        assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        parts = 1 if cache.keys_only else 2
+        assert width == (spec.num_heads + parts * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
         args = self._attention_args(cache, batch, spec, tokens)
         self._check(self._lib.fd_attention(*args, data(qkv), out.data_ptr()))

@@ -33,7 +33,7 @@ from fastdeploy.model_executor.ops.interface import (
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "avx512_bf16", "amx")
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 SIGNATURES = {
     "fd_sizeof": (c_int64, [c_int64]),
@@ -63,7 +63,7 @@ SIGNATURES = {
     "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
+    "fd_new_cache": (c_void_p, [c_int, *[c_int64] * 6]),
     "fd_free_cache": (None, [c_void_p]),
     "fd_cache_bytes": (c_int64, [c_void_p]),
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
@@ -229,11 +229,20 @@ class CpuKVCache:
     handle: int
 
     def __init__(
-        self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int
+        self,
+        library: ctypes.CDLL,
+        bf16: bool,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: int,
+        dim: int,
+        keys_only: bool,
     ):
         assert block_size % 16 == 0, f"block_size {block_size} is not a multiple of 16"
         assert dim % 2 == 0 and dim <= MAX_HEAD_DIM, f"head_dim {dim} is odd or above {MAX_HEAD_DIM}"
-        self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim)
+        parts = 1 if keys_only else 2
+        self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim, parts)
         if not self.handle:
             raise MemoryError(f"no memory for {num_blocks} KV blocks")
         self.layers = layers
@@ -241,6 +250,7 @@ class CpuKVCache:
         self.block_size = block_size
         self.num_kv_heads = heads
         self.head_dim = dim
+        self.keys_only = keys_only
         self.nbytes = library.fd_cache_bytes(self.handle)
         _free_with(self, library.fd_free_cache, self.handle)
 

@@ -69,6 +69,16 @@ def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
 
 
+def head_products(x: paddle.Tensor, weight: PackedLinear, first: int, rows: int) -> paddle.Tensor:
+    """Return x @ W_h.T of each head h: x [M, heads, K] -> [M, heads, rows]. The weight has as many rows for each head;
+    W_h are ``rows`` of these, from the first-th on."""
+    assert isinstance(weight, ReferenceLinear)
+    count, heads, _ = x.shape
+    of_heads = weight.weight.reshape([heads, -1, weight.in_features])[:, first : first + rows]
+    found = [_product_in_tiles(x[:, head].contiguous(), of_heads[head])[:count] for head in range(heads)]
+    return paddle.stack(found, axis=1)
+
+
 def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
     """Apply the activation of an MLP to each value."""
     if activation is Activation.GELU_TANH:
@@ -77,8 +87,11 @@ def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
 
 
 def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
-    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
-    i + dim / 2. interleaved: dimension 2i is rotated with dimension 2i + 1."""
+    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, rotary_dim / 2]. Dimension i is rotated with
+    dimension i + rotary_dim / 2; interleaved: dimension 2i with dimension 2i + 1. Dimensions from rotary_dim on stay as
+    they are."""
+    if (rotary := 2 * cos.shape[-1]) < x.shape[-1]:
+        return paddle.concat([rotate(x[:, :, :rotary], cos, sin, interleaved), x[:, :, rotary:]], axis=-1)
     if interleaved:
         even, odd = x[:, :, ::2], x[:, :, 1::2]
         return paddle.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
@@ -143,7 +156,7 @@ def attend(
         v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
         # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
         written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
-        v = paddle.where(written, v, nothing)
+        v = paddle.where(written & ~paddle.isnan(v), v, nothing)  # NaN: of a key that is the value, too
         seen = (key_positions[:, None, :] <= positions[:, :, None]) & (key_positions[:, None, :] >= begins[:, :, None])
         mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
         scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)
