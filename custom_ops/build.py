@@ -49,10 +49,11 @@ class Unit(NamedTuple):
 
 # Files with kernels, once for each instruction set. All others are compiled once.
 ATTENTION = ("attention/attention.cc", "attention/prepare.cc")
-VECTOR = ("linear/linear.cc", *ATTENTION, "layer.cc", "weights/rows.cc", "weights/quantize.cc", "sampling.cc")
+LAYER = ("layer.cc", "experts/experts.cc")
+VECTOR = ("linear/linear.cc", *ATTENTION, *LAYER, "weights/rows.cc", "weights/quantize.cc", "sampling.cc")
 INT8 = ("linear/linear_int8.cc",)
-TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", "layer.cc", "runtime/roofline_probes.cc")
-PAIRED = ("linear/linear_bf16.cc", "attention/attention.cc", "layer.cc", "runtime/probe_bf16.cc")
+TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", *LAYER, "runtime/roofline_probes.cc")
+PAIRED = ("linear/linear_bf16.cc", "attention/attention.cc", *LAYER, "runtime/probe_bf16.cc")
 FILES = sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cc"))
 UNITS = (
     [Unit(name, []) for name in FILES if name not in (*VECTOR, *PAIRED, *INT8, *TILED)]

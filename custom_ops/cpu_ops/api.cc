@@ -122,8 +122,16 @@ int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(lor
 int fd_run_layers(const StepArgs* s) {
   int64_t last_attention = s->count - 1;
   while (last_attention > 0 && !s->blocks[last_attention].is_attention()) --last_attention;
-  StepState step = {
-      s->batch, s->cache, s->residual, s->batch.tokens, nullptr, s->num_rows, {s->adapters, s->adapter_rows, 0}};
+  StepState step = {s->batch,
+                    s->cache,
+                    s->residual,
+                    s->batch.tokens,
+                    nullptr,
+                    s->num_rows,
+                    {s->adapters, s->adapter_rows, 0},
+                    s->routing,
+                    s->experts_layers,
+                    s->forced};
   for (int64_t i = 0, linear = 0; i < s->count; linear += s->blocks[i++].linears) {
     step.rows = i == last_attention ? s->rows : nullptr;
     step.loras.linear = linear;

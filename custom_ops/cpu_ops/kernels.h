@@ -121,7 +121,7 @@ struct AttentionArgs : Batch, AttentionSpec {
   float* out;
 };
 
-constexpr int64_t kAttentionBlock = 0, kLatentAttentionBlock = 2;  // kinds of blocks
+enum BlockKind : int64_t { kAttentionBlock, kMlpBlock, kExpertsBlock, kLatentAttentionBlock };
 
 // One of the blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
 struct Block {
@@ -146,6 +146,9 @@ struct StepArgs {
   int64_t count;
   const Lora* const* const* adapters;  // of each adapter of the step, the linears of all blocks; null without a part
   const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
+  uint16_t* routing;        // the experts of each row (Routing of ops/interface.py), or null; then `rows` is null
+  int64_t experts_layers;   // layers with experts
+  int64_t forced;           // 1: steps compute with `routing`; 0: they write it
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 
@@ -158,6 +161,8 @@ struct StepState {
   const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
   int64_t num_rows;
   LoraRows loras;  // of the m rows; loras.linear: the first of the block
+  uint16_t* routing;
+  int64_t experts_layers, forced;
 };
 
 #define FD_DECLARE_KERNELS(isa)                                                                                \

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,11 +18,21 @@ Value: TypeAlias = PackedLinear | paddle.Tensor
 SLICE = 4096  # rows that are rounded or unpacked at once: a whole copy of a tensor could be large
 
 
+class Use(Enum):
+    """What may be made of a linear beside its own values. ADAPTED: adapters and int8 values. QUANTIZED: int8 values.
+    EXACT: neither."""
+
+    ADAPTED = "adapted"
+    QUANTIZED = "quantized"
+    EXACT = "exact"
+
+
 class Parameter(NamedTuple):
     """One packed object that the model uses, and the checkpoint tensors that it contains.
 
     A linear stacks ``weights`` [rows[i], columns] along the output (a fused projection has several); ``biases`` has one
-    name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``.
+    name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``. use: of
+    a linear.
     """
 
     key: str
@@ -29,6 +40,7 @@ class Parameter(NamedTuple):
     columns: int
     rows: tuple[int, ...] = ()
     biases: tuple[str, ...] = ()
+    use: Use = Use.ADAPTED
 
     @property
     def is_vector(self) -> bool:
@@ -52,11 +64,14 @@ def vector(key: str, name: str, size: int) -> Parameter:
     return Parameter(key, (name,), size)
 
 
-def linear(key: str, projections: Mapping[str, int], columns: int, bias: bool = False) -> Parameter:
+def linear(
+    key: str, projections: Mapping[str, int], columns: int, bias: bool = False, use: Use = Use.ADAPTED
+) -> Parameter:
     """Return the parameter of a linear. projections: name and output size of each projection that it stacks, in order;
     the tensors are NAME.weight [size, columns] and, with ``bias``, NAME.bias [size]."""
     biases = tuple(f"{name}.bias" for name in projections) if bias else ()
-    return Parameter(key, tuple(f"{name}.weight" for name in projections), columns, tuple(projections.values()), biases)
+    weights, rows = tuple(f"{name}.weight" for name in projections), tuple(projections.values())
+    return Parameter(key, weights, columns, rows, biases, use)
 
 
 def as_vector(value: Value) -> paddle.Tensor:

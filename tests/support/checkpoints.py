@@ -47,11 +47,28 @@ class Spec:
         return "qkv" if self.model_type == "qwen2" else "qkvo" if everywhere else ""
 
     @property
+    def experts(self) -> int:
+        """The number of experts of a layer, 0 for a dense model."""
+        count: int = self.extra.get("num_experts", 0)
+        return count
+
+    @property
+    def experts_layers(self) -> list[int]:
+        dense = self.extra.get("mlp_only_layers", [])
+        return [layer for layer in range(self.layers) if self.experts and layer not in dense]
+
+    def mlps(self, layer: int) -> dict[str, int]:
+        """The MLPs of a layer, each with its inner size."""
+        if layer not in self.experts_layers:
+            return {"mlp": self.inner}
+        return {f"mlp.experts.{i}": self.extra["moe_intermediate_size"] for i in range(self.experts)}
+
+    @property
     def dim(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
 
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text"}
+MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3MoeForCausalLM": "qwen3_moe"}
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
 LLAMA3_ROPE = {
@@ -82,6 +99,13 @@ GEMMA_NEW = {
     },
     "attention_bias": True,
 }
+QWEN_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -106,6 +130,7 @@ SPECS = {
         Spec("mistral", "MistralForCausalLM", head_dim=24, extra={"sliding_window": 33}, seed=9),
         Spec("gemma", "Gemma3ForCausalLM", tied=True, head_dim=24, kv_heads=1, extra=GEMMA, seed=14),
         Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
+        Spec("qwen3_moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, shards=3, extra=QWEN_MOE, seed=15),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
         Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
@@ -159,7 +184,7 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
             tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
             if name in spec.biases:
                 tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.model_type == "qwen3" or spec.is_gemma:
+        if spec.model_type in ("qwen3", "qwen3_moe") or spec.is_gemma:
             for name in "qk":
                 tensors[p + f"self_attn.{name}_norm.weight"] = norm(spec.dim)
         tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
@@ -168,9 +193,12 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
         tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
         for name in ("pre", "post") if spec.is_gemma else ():
             tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)
-        for name in ("gate", "up"):
-            tensors[p + f"mlp.{name}_proj.weight"] = normal(spec.inner, hidden, scale=hidden**-0.5)
-        tensors[p + "mlp.down_proj.weight"] = normal(hidden, spec.inner, scale=3 * spec.inner**-0.5)
+        if layer in spec.experts_layers:
+            tensors[p + "mlp.gate.weight"] = normal(spec.experts, hidden, scale=2 * hidden**-0.5)
+        for mlp, inner in spec.mlps(layer).items():
+            for name in ("gate", "up"):
+                tensors[f"{p}{mlp}.{name}_proj.weight"] = normal(inner, hidden, scale=hidden**-0.5)
+            tensors[f"{p}{mlp}.down_proj.weight"] = normal(hidden, inner, scale=3 * inner**-0.5)
         if spec.extra.get("mlp_bias") or spec.extra.get("use_bias"):
             for name, size in (("gate", spec.inner), ("up", spec.inner), ("down", hidden)):
                 tensors[p + f"mlp.{name}_proj.bias"] = normal(size, scale=0.3)

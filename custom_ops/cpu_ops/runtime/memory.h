@@ -36,6 +36,15 @@ enum ScratchSlot {
   kScratchLoraRuns,
   kScratchShrunk,
   kScratchLoraInput,
+  kScratchNormed,
+  kScratchRouter,
+  kScratchRouting,
+  kScratchExpertRows,
+  kScratchExpertInput,
+  kScratchExpertInner,
+  kScratchExpertOutput,
+  kScratchHeadRows,
+  kScratchHeadInput,
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);

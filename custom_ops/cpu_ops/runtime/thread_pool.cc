@@ -74,6 +74,8 @@ struct alignas(128) Share {
   }
 };
 
+thread_local bool in_job = false;  // this thread is in a job of the pool
+
 class Pool {
  public:
   // Throws system_error where the system gives no more threads.
@@ -147,11 +149,13 @@ class Pool {
   // Catches every exception of the job, so that the gate is always left: until then the fields below belong to the job.
   void work(int self) noexcept {
     Shares pieces(*this, self);
+    in_job = true;
     try {
       fn_(context_, pieces);
     } catch (...) {
       if (!failed_.exchange(true)) failure_ = std::current_exception();
     }
+    in_job = false;
   }
 
   bool enter() {
@@ -239,8 +243,8 @@ int num_threads() {
 
 void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context) {
   if (n <= 0) return;
-  std::unique_lock<std::mutex> lock(pool_mutex, std::try_to_lock);
-  if (n <= grain || !lock.owns_lock() || wanted_threads == 1) {
+  std::unique_lock<std::mutex> lock(pool_mutex, std::defer_lock);
+  if (n <= grain || wanted_threads == 1 || in_job || !lock.try_lock()) {
     Whole pieces(n);
     fn(context, pieces);
     return;

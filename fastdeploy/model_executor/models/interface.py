@@ -21,8 +21,9 @@ from fastdeploy.model_executor.ops.interface import (
     PackedAdapter,
     PackedLinear,
     PackedLora,
+    Routing,
 )
-from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
+from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, as_vector, linear, vector
 
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -54,11 +55,16 @@ class ModelWeights:
         return sum(value.nbytes for value in self.values.values() if not isinstance(value, paddle.Tensor))
 
 
+def _is_adaptable(parameter: Parameter) -> bool:
+    return not parameter.is_vector and parameter.use is Use.ADAPTED
+
+
 class BlockBuilder(Protocol):
     """The builder of one block of every layer."""
 
     def parameters(self, layer: int) -> list[Parameter]:
-        """Return the parameters of the block in this layer, its linears in the order of ``linears`` of the block."""
+        """Return the parameters of the block in this layer. Those that adapters may change are in the order of
+        ``linears`` of the block."""
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """Make the block of this layer. values: the packed value of each parameter, by key."""
@@ -90,14 +96,15 @@ class Model:
         of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
         ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
         self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
-        self.adaptable: tuple[Parameter, ...] = (*(one for one in of_layers if not one.is_vector), head)
+        self.adaptable: tuple[Parameter, ...] = (*filter(_is_adaptable, of_layers), head)
 
     def quantize(self, values: Mapping[str, Value], stop: np.ndarray) -> None:
         """Make the int8 values of those linears that steps multiply with, after their values were written. values: by
         key. stop: see ``Ops.quantize``. Does nothing without quantization. Raises MemoryError."""
         if self.quantization is None:
             return
-        multiplied = {one.key for one in self.adaptable[:-1]} | {self._head}
+        linears = [one for one in self.parameters if not one.is_vector and one.use is not Use.EXACT]
+        multiplied = {one.key for one in linears} - {"embedding"} | {self._head}
         self.ops.quantize([as_linear(value) for key, value in values.items() if key in multiplied], stop)
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
@@ -113,7 +120,7 @@ class Model:
         """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""
         layers = tuple(
             tuple(
-                tuple(loras.get(one.key) for one in builder.parameters(layer) if not one.is_vector)
+                tuple(loras.get(one.key) for one in builder.parameters(layer) if _is_adaptable(one))
                 for builder in self._builders
             )
             for layer in range(self.config.num_hidden_layers)
@@ -131,14 +138,19 @@ class Model:
         rows: np.ndarray,
         between_layers: Callable[[], None] | None = None,
         adapters: AdapterRows | None = None,
+        routing: Routing | None = None,
     ) -> paddle.Tensor:
         """Compute token_ids, int32 [T]. Returns the hidden states of the token rows ``rows`` (int64, ascending),
         float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
-        afterwards. between_layers, adapters: see ``Ops.decoder_layers``."""
+        afterwards. between_layers, adapters, routing: see ``Ops.decoder_layers``."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
         if self.embedding_scale != 1.0:
             hidden.scale_(self.embedding_scale)
-        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters)
+        picked = rows if routing is None else None
+        hidden = self.ops.decoder_layers(
+            hidden, weights.layers, cache, batch, picked, between_layers, adapters, routing
+        )
+        return hidden if routing is None else paddle.index_select(hidden, paddle.to_tensor(rows))
 
     def logits(
         self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None

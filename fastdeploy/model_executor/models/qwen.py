@@ -29,7 +29,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> QwenConfig:
     qwen3 = raw["architectures"] == ["Qwen3ForCausalLM"]
     defaults = {"max_position_embeddings": 32768} | ({"head_dim": 128} if qwen3 else {})
     common = read_common(defaults | raw, generation)
-    _refuse_sliding_windows(raw, common.num_hidden_layers)
+    refuse_sliding_windows(raw, common.num_hidden_layers)
     if raw.get("use_mrope"):
         raise InvalidField("use_mrope", "multimodal rotary embedding is not supported")
     refuse_rope_scaling(raw)
@@ -37,7 +37,8 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> QwenConfig:
     return QwenConfig(**vars(common), qkv_bias=not qwen3 or bias, o_bias=bias, qk_norm=qwen3)
 
 
-def _refuse_sliding_windows(raw: dict[str, Any], layers: int) -> None:
+def refuse_sliding_windows(raw: dict[str, Any], layers: int) -> None:
+    """Raise InvalidField if any of ``layers`` layers has a sliding window."""
     layer_types = raw.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list)

@@ -20,6 +20,7 @@ from fastdeploy.model_executor.ops.cpu_arguments import (
     delta_item,
     limits_of,
     logprob_args,
+    routing_rows,
     sample_arrays,
     spec_args,
     stage_item,
@@ -56,6 +57,7 @@ from fastdeploy.model_executor.ops.interface import (
     LoraPart,
     PackedAdapter,
     PackedLinear,
+    Routing,
     StageItem,
     StageResult,
 )
@@ -208,6 +210,7 @@ class CpuOps:
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
         adapters: AdapterRows | None = None,
+        routing: Routing | None = None,
     ) -> paddle.Tensor:
         prepared = self._prepare(layers, cache)
         tokens, hidden = residual.shape
@@ -222,6 +225,10 @@ class CpuOps:
             known = [_handles(prepared.adapters, adapter, layers) for adapter in adapters.adapters]
             table = _pointers([ctypes.addressof(handles) for handles in known])
             step.adapters, step.adapter_rows = ctypes.addressof(table), adapter_rows(adapters, tokens)
+        if routing is not None:
+            assert rows is None
+            step.routing, step.experts_layers = routing_rows(routing, layers, tokens)
+            step.forced = routing.forced
         raised: list[BaseException] = []
         if between_layers is not None:
             step.between_layers = BetweenLayers(lambda: _called(between_layers, raised))

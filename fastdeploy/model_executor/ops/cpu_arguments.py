@@ -4,6 +4,7 @@ follow from them, without checks of their own."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,20 +21,26 @@ from fastdeploy.model_executor.ops.cpu_library import (
     DeltaItemArgs,
     LogprobArgs,
     RegionArgs,
+    RouterSpecArgs,
     StageItemArgs,
     StageResultArgs,
     address,
 )
 from fastdeploy.model_executor.ops.interface import (
     BLOCKS,
+    OWN_CHOICE,
     AdapterRows,
     AttentionBatch,
     AttentionSpec,
     Block,
+    DecoderLayer,
     DeltaItem,
+    ExpertsBlock,
     KVCache,
     Problem,
     Region,
+    RouterSpec,
+    Routing,
     StageItem,
     StageResult,
 )
@@ -79,6 +86,8 @@ def _field(value: Any) -> Any:
             return address(value)
         case AttentionSpec():
             return spec_args(value)
+        case RouterSpec():
+            return RouterSpecArgs(*map(_field, value))
     return value
 
 
@@ -133,6 +142,21 @@ def adapter_rows(adapters: AdapterRows, tokens: int) -> int:
     assert rows.dtype == np.int32 and rows.flags.c_contiguous and rows.shape == (tokens,)
     assert tokens == 0 or (rows.min() >= -1 and rows.max() < len(adapters.adapters))
     return address(rows)
+
+
+def routing_rows(routing: Routing, layers: Sequence[DecoderLayer], tokens: int) -> tuple[int, int]:
+    """Return the address of the experts of ``tokens`` rows, which is valid while ``routing`` lives, and the number of
+    layers with experts."""
+    blocks = [block for layer in layers for block in layer.blocks if isinstance(block, ExpertsBlock)]
+    experts = routing.experts
+    assert experts.dtype == np.uint16 and experts.flags.c_contiguous
+    assert blocks and experts.shape == (tokens, len(blocks), blocks[0].routing.top_k)
+    for place, block in enumerate(blocks):
+        assert (block.routing.place, block.routing.top_k) == (place, experts.shape[2])
+        if routing.forced:
+            here = experts[:, place]
+            assert ((here < block.experts).all(axis=1) | (here[:, 0] == OWN_CHOICE)).all()
+    return address(experts), len(blocks)
 
 
 def stage_item(item: StageItem) -> StageItemArgs:

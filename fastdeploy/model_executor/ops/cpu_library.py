@@ -29,6 +29,8 @@ from fastdeploy.model_executor.ops.interface import (
     PackedLinear,
     PackedLora,
     Region,
+    RouterScore,
+    RouterSpec,
 )
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
@@ -78,7 +80,7 @@ SIGNATURES = {
 }
 
 
-_NUMBERS: dict[Any, Any] = {int: c_int64, Activation: c_int64, float: c_float}
+_NUMBERS: dict[Any, Any] = {int: c_int64, Activation: c_int64, RouterScore: c_int64, float: c_float}
 
 
 def _struct_of(kind: type, **nested: type[ctypes.Structure]) -> type[ctypes.Structure]:
@@ -97,8 +99,9 @@ def _pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
 
 
 AttentionSpecArgs = _struct_of(AttentionSpec)
+RouterSpecArgs = _struct_of(RouterSpec)
 RegionArgs = _struct_of(Region)
-BLOCK_ARGS = {kind: _struct_of(kind, attention=AttentionSpecArgs) for kind in BLOCKS}
+BLOCK_ARGS = {kind: _struct_of(kind, attention=AttentionSpecArgs, routing=RouterSpecArgs) for kind in BLOCKS}
 
 
 class BlockArgs(ctypes.Structure):
@@ -120,8 +123,8 @@ class StepArgs(ctypes.Structure):
     """The structure StepArgs of kernels.h."""
 
     _fields_ = [("batch", Batch), *_pointers("cache residual rows"), ("num_rows", c_int64)]
-    _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows")]
-    _fields_ += [("between_layers", BetweenLayers)]
+    _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows routing")]
+    _fields_ += [*_integers("experts_layers forced"), ("between_layers", BetweenLayers)]
 
 
 class LogprobArgs(ctypes.Structure):

@@ -148,6 +148,94 @@ class MlpBlock:
         return self.gate_up, self.down
 
 
+class RouterScore(IntEnum):
+    """The score of an expert for a row, from the router's logits. SOFTMAX: over all experts. SIGMOID: of the expert's
+    logit. SOFTMAX_OF_CHOSEN: the logit itself for the choice, and then the softmax over those that are chosen. router.h
+    has the same order."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2
+
+
+class RouterSpec(NamedTuple):
+    """How a router chooses ``top_k`` experts of a row, and how much each of them counts.
+
+    place: the number of the layer among the layers with experts (see ``Routing``). An expert's rank is its score, plus
+    its ``bias`` (float32 [experts]) if there is one. The experts with the highest ranks are chosen, best first; of
+    equal ranks, the lower id is first. With ``groups`` above 1, neighbouring experts form groups of equal size, and
+    only experts of the ``top_groups`` best groups are chosen: those with the highest sums of their two highest ranks,
+    the lower group first. Weights are the scores, without the bias; normalize: 1 if they are divided by their sum plus
+    1e-20; scale: they are multiplied by it then."""
+
+    place: int
+    top_k: int
+    score: RouterScore
+    groups: int = 1
+    top_groups: int = 1
+    normalize: int = 0
+    scale: float = 1.0
+    bias: paddle.Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """The experts of each row of a batch. experts: uint16 [T, layers with experts, top_k], best first. forced: False:
+    the step writes them. True: it computes with them, in this order, and a row whose first expert is OWN_CHOICE chooses
+    for itself, in that layer."""
+
+    experts: np.ndarray
+    forced: bool = False
+
+
+OWN_CHOICE = 0xFFFF
+MAX_GROUPS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsBlock:
+    """A mixture of experts: residual += sum of weight * expert(x) over the chosen experts, in the order of the choice,
+    + shared(x), with x = rms_norm(residual). The weights and the choice are those of ``routing`` for the logits
+    router(x). Each expert is the MLP of an ``MlpBlock``.
+
+    router: [experts, hidden_size]. gate_up: [experts * 2 * inner, hidden_size] packs gate, then up of the first
+    expert, then of the next one; down: [experts * hidden_size, inner]. inner and hidden_size are multiples of 16.
+    shared_gate_up, shared_down: an MLP for all rows, or None."""
+
+    norm: paddle.Tensor
+    norm_eps: float
+    router: PackedLinear
+    routing: RouterSpec
+    gate_up: PackedLinear
+    down: PackedLinear
+    activation: Activation = Activation.SILU
+    shared_gate_up: PackedLinear | None = None
+    shared_down: PackedLinear | None = None
+
+    def __post_init__(self) -> None:
+        [hidden], spec, inner = self.norm.shape, self.routing, self.down.in_features
+        assert self.router.in_features == self.gate_up.in_features == hidden
+        assert hidden % 16 == inner % 16 == 0 and self.experts < OWN_CHOICE
+        assert self.gate_up.out_features == 2 * inner * self.experts
+        assert self.down.out_features == hidden * self.experts
+        assert self.experts % spec.groups == 0 and spec.top_groups <= spec.groups <= MAX_GROUPS
+        assert 0 < spec.top_k <= self.experts // spec.groups * spec.top_groups
+        assert spec.bias is None or spec.bias.shape == [self.experts]
+        assert (self.shared_gate_up is None) == (self.shared_down is None)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            assert self.shared_gate_up.in_features == self.shared_down.out_features == hidden
+            assert self.shared_gate_up.out_features == 2 * self.shared_down.in_features
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return self.router.out_features
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """See ``AttentionBlock.linears``. Adapters change none of them."""
+        return ()
+
+
 @dataclass(frozen=True, eq=False)
 class LatentAttentionBlock:
     """Multi-head latent attention (DeepSeek-V2), with absorbed weights. The cache has one key for all heads, [rotary |
@@ -198,8 +286,8 @@ class LatentAttentionBlock:
         return self.kv_a, *(() if self.q_a is None else (self.q_a,)), self.q, self.o
 
 
-Block: TypeAlias = AttentionBlock | MlpBlock | LatentAttentionBlock
-BLOCKS = (AttentionBlock, MlpBlock, LatentAttentionBlock)  # layer.cc has the same order
+Block: TypeAlias = AttentionBlock | MlpBlock | ExpertsBlock | LatentAttentionBlock
+BLOCKS = (AttentionBlock, MlpBlock, ExpertsBlock, LatentAttentionBlock)  # layer.cc has the same order
 ATTENTIONS = (AttentionBlock, LatentAttentionBlock)
 
 
@@ -382,13 +470,15 @@ class Ops(Protocol):
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
         adapters: AdapterRows | None = None,
+        routing: Routing | None = None,
     ) -> paddle.Tensor:
         """Compute all blocks of these layers on residual [T, H], whose memory may be overwritten. Returns the residual.
 
         rows (int64, ascending): only these rows are returned, [len(rows), H]. The cache is complete all the same: rows
         are dropped in the last attention block, after the keys and values of all tokens are written.
         between_layers: called after each layer, the last one included. If it raises, the error is passed on and the
-        later layers are not computed. adapters: of the T rows; None if no row has one.
+        later layers are not computed. adapters: of the T rows; None if no row has one. routing: of the T rows; not
+        together with ``rows``, because the experts of the last layer are those of all rows.
         """
 
     def logits(

@@ -22,18 +22,20 @@ from fastdeploy.model_executor.ops.interface import (
     AttentionSpec,
     DecoderLayer,
     DeltaItem,
+    ExpertsBlock,
     KVCache,
     LatentAttentionBlock,
     LoraPart,
     MlpBlock,
     PackedAdapter,
     PackedLinear,
+    Routing,
     StageItem,
     StageResult,
 )
+from fastdeploy.model_executor.ops.reference_experts import gated_mlp, mixture
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
-    activated,
     attend,
     contained,
     head_products,
@@ -152,20 +154,7 @@ class ReferenceOps:
         return linear_in_tiles(x, weight, [])[: x.shape[0]]
 
     def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
-        return self._mlp(x, gate_up, down, Activation.SILU, [], [])
-
-    def _mlp(
-        self,
-        x: paddle.Tensor,
-        gate_up: PackedLinear,
-        down: PackedLinear,
-        activation: Activation,
-        inner_loras: LoraRows,
-        down_loras: LoraRows,
-    ) -> paddle.Tensor:
-        gate, up = paddle.split(linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
-        inner = (activated(gate, activation) * up)[: x.shape[0]]
-        return linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
+        return gated_mlp(x, gate_up, down, Activation.SILU, [], [])
 
     def decoder_layers(
         self,
@@ -176,16 +165,21 @@ class ReferenceOps:
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
         adapters: AdapterRows | None = None,
+        routing: Routing | None = None,
     ) -> paddle.Tensor:
+        assert rows is None or routing is None
         picking = [block for layer in layers for block in layer.blocks if isinstance(block, ATTENTIONS)][-1]
         assert adapters is None or adapters.rows.shape == (residual.shape[0],)
         known = [] if adapters is None else adapters.adapters
         for i, layer in enumerate(layers):
             for j, block in enumerate(layer.blocks):
+                picked = rows if block is picking else None
+                if isinstance(block, ExpertsBlock):
+                    residual = self._experts_block(residual, block, routing)
+                    continue
                 of_linears = list(zip(*(adapter.layers[i][j] for adapter in known), strict=True))
                 of_linears = of_linears or [()] * len(block.linears)
                 inner = [lora_rows(adapters, loras) for loras in of_linears[:-1]]
-                picked = rows if block is picking else None
                 if picked is not None and adapters is not None:
                     adapters = adapters._replace(rows=adapters.rows[picked])
                 last = lora_rows(adapters, of_linears[-1])
@@ -252,8 +246,16 @@ class ReferenceOps:
         if len(residual) == 0:
             return residual
         normed = self.rms_norm(residual, block.norm, block.norm_eps)
-        found = self._mlp(normed, block.gate_up, block.down, block.activation, inner_loras, down_loras)
+        found = gated_mlp(normed, block.gate_up, block.down, block.activation, inner_loras, down_loras)
         return residual + self._output(found, block)
+
+    def _experts_block(self, residual: paddle.Tensor, block: ExpertsBlock, routing: Routing | None) -> paddle.Tensor:
+        if len(residual) == 0:
+            return residual
+        spec, normed = block.routing, self.rms_norm(residual, block.norm, block.norm_eps)
+        if routing is None:
+            return residual + mixture(normed, block, np.zeros((len(residual), spec.top_k), np.uint16), forced=False)
+        return residual + mixture(normed, block, routing.experts[:, spec.place], routing.forced)
 
     def _output(self, x: paddle.Tensor, block: AttentionBlock | MlpBlock) -> paddle.Tensor:
         """Return what a block with this result adds to the residual."""

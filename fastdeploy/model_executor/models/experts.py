@@ -1,0 +1,117 @@
+"""The builder of mixtures of experts, and what configs say about them. Tensor names are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models.interface import norm_weight
+from fastdeploy.model_executor.ops.interface import MAX_GROUPS, OWN_CHOICE, Block, ExpertsBlock, RouterScore, RouterSpec
+from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, as_vector, linear, vector
+
+MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
+
+
+class Mixture(NamedTuple):
+    """The experts of a config. layers: the numbers of the layers with experts, ascending. inner: the width of each
+    expert. top_k to scale: see ``RouterSpec``. shared_inner: the width of the MLP that all rows have, 0 without."""
+
+    layers: tuple[int, ...]
+    experts: int
+    inner: int
+    top_k: int
+    score: RouterScore
+    groups: int = 1
+    top_groups: int = 1
+    normalize: bool = False
+    scale: float = 1.0
+    shared_inner: int = 0
+
+
+def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mixture:
+    """Return the mixture. Raises InvalidField for sizes that cannot be computed. hidden: the size of the residual.
+    keys: the key in config.json of each field that is checked: experts, inner, top_k, groups, top_groups."""
+
+    def refuse(field: str, expected: str) -> InvalidField:
+        return InvalidField(keys.get(field, field), f"expected {expected}, got {getattr(mixture, field)}")
+
+    if hidden % MULTIPLE:
+        raise InvalidField("hidden_size", f"expected a multiple of {MULTIPLE} for a mixture of experts, got {hidden}")
+    if mixture.inner % MULTIPLE:
+        raise refuse("inner", f"a multiple of {MULTIPLE}")
+    if mixture.experts >= OWN_CHOICE:
+        raise refuse("experts", f"less than {OWN_CHOICE}")
+    if mixture.experts % mixture.groups or mixture.groups > MAX_GROUPS:
+        raise refuse("groups", f"a divisor of {mixture.experts} (the experts) up to {MAX_GROUPS}")
+    if mixture.top_groups > mixture.groups:
+        raise refuse("top_groups", f"at most {mixture.groups} (the groups)")
+    allowed = mixture.experts // mixture.groups * mixture.top_groups
+    if mixture.top_k > allowed:
+        raise refuse("top_k", f"at most {allowed} (the experts that may be chosen)")
+    return mixture
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
+    without) in ``mlp``; shared: the name of the shared MLP there. biases: experts and shared MLP have biases."""
+
+    config: ModelConfig
+    mixture: Mixture
+    router: str = "gate"
+    bias: str = ""
+    shared: str = "shared_experts"
+    biases: bool = False
+    norm: str = "post_attention_layernorm"
+
+    def parameters(self, layer: int) -> list[Parameter]:
+        """See ``BlockBuilder.parameters``."""
+        hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
+        mlp, experts = prefix + "mlp.", [f"{prefix}mlp.experts.{i}." for i in range(of.experts)]
+        gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
+        down = {f"{expert}down_proj": hidden for expert in experts}
+        found = [
+            vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
+            linear(key + "router", {mlp + self.router: of.experts}, hidden, use=Use.EXACT),
+            linear(key + "experts_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
+            linear(key + "experts_down", down, of.inner, self.biases, Use.QUANTIZED),
+        ]
+        if self.bias:
+            found.append(vector(key + "router_bias", mlp + self.bias, of.experts))
+        if of.shared_inner:
+            shared = f"{mlp}{self.shared}."
+            gate_up = {f"{shared}{name}_proj": of.shared_inner for name in ("gate", "up")}
+            found += [
+                linear(key + "shared_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
+                linear(
+                    key + "shared_down", {shared + "down_proj": hidden}, of.shared_inner, self.biases, Use.QUANTIZED
+                ),
+            ]
+        return found
+
+    def build(self, values: Mapping[str, Value], layer: int) -> Block:
+        """See ``BlockBuilder.build``."""
+        of, key = self.mixture, f"layers.{layer}."
+        spec = RouterSpec(
+            place=of.layers.index(layer),
+            top_k=of.top_k,
+            score=of.score,
+            groups=of.groups,
+            top_groups=of.top_groups,
+            normalize=int(of.normalize),
+            scale=of.scale,
+            bias=as_vector(values[key + "router_bias"]) if self.bias else None,
+        )
+        return ExpertsBlock(
+            norm=norm_weight(self.config, values[key + "post_norm"]),
+            norm_eps=self.config.rms_norm_eps,
+            router=as_linear(values[key + "router"]),
+            routing=spec,
+            gate_up=as_linear(values[key + "experts_gate_up"]),
+            down=as_linear(values[key + "experts_down"]),
+            shared_gate_up=as_linear(values[key + "shared_gate_up"]) if of.shared_inner else None,
+            shared_down=as_linear(values[key + "shared_down"]) if of.shared_inner else None,
+        )
