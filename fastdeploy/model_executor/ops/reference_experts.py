@@ -70,8 +70,9 @@ def _part(packed: PackedLinear, number: int, parts: int) -> ReferenceLinear:
     return found
 
 
-# numpy gives another last bit for some positions in an array: so each number is computed on its own.
-_exp = np.vectorize(lambda x: np.float32(math.exp(x)) if x == x else np.float32(np.nan), otypes=[np.float32])
+def _exp(x: np.ndarray) -> np.ndarray:
+    """Return e^x, number by number: numpy gives another last bit at some positions of an array."""
+    return np.array([math.exp(value) for value in x.tolist()], np.float32)
 
 
 def _scores(logits: np.ndarray, spec: RouterSpec) -> np.ndarray | None:
@@ -97,7 +98,8 @@ def _choice(scores: np.ndarray, spec: RouterSpec) -> np.ndarray:
     ranks = np.where(np.isnan(ranks), np.finfo(np.float32).min, ranks)
     if spec.groups > 1:
         groups = ranks.reshape([spec.groups, -1])
-        sums = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+        with np.errstate(over="ignore"):  # two ranks that are not numbers
+            sums = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
         kept = np.argsort(-sums, kind="stable")[: spec.top_groups]
         inside = np.isin(np.arange(spec.groups), kept).repeat(groups.shape[1])
         ranks = np.where(inside, ranks, -np.inf)
