@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
-from fastdeploy.model_executor.models.interface import Model
+from fastdeploy.model_executor.models.interface import Model, new_kv_cache
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.worker.memory import free_memory, total_memory
@@ -69,8 +69,7 @@ def plan_memory(
     """Return the plan for these settings of ModelRunner. Raises InvalidField, which names the setting."""
     check_block_size(block_size)
     wanted_len = _wanted_len(max_model_len, config)
-    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-    block_bytes = ops.new_kv_cache(layers, 1, block_size, kv_heads, config.head_dim).nbytes
+    block_bytes = new_kv_cache(ops, config, 1, block_size).nbytes
     if num_blocks is not None:
         _check_fits("num_gpu_blocks_override", num_blocks * block_bytes)
     elif kv_cache_bytes is not None:

@@ -20,7 +20,7 @@ from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
-from fastdeploy.model_executor.models.interface import ModelWeights
+from fastdeploy.model_executor.models.interface import ModelWeights, new_kv_cache
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
@@ -288,8 +288,7 @@ class ModelRunner:
         return weights
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        c = self.config
-        return self.ops.new_kv_cache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
+        return new_kv_cache(self.ops, self.config, num_blocks, block_size)
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None

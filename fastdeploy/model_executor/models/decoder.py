@@ -17,7 +17,7 @@ from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, li
 
 
 class Rope(NamedTuple):
-    """The tables of the rotary embedding, float32 [max_model_len, head_dim // 2]."""
+    """The tables of the rotary embedding, float32 [max_model_len, rotary_dim // 2]."""
 
     cos: paddle.Tensor
     sin: paddle.Tensor
@@ -29,10 +29,11 @@ def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
-def rope_tables(frequencies: np.ndarray, max_model_len: int) -> Rope:
-    """Return the tables for positions 0 to max_model_len - 1."""
+def rope_tables(frequencies: np.ndarray, max_model_len: int, factor: float = 1.0) -> Rope:
+    """Return the tables for positions 0 to max_model_len - 1, multiplied by ``factor``."""
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
-    return Rope(paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles)))
+    cos, sin = (paddle.to_tensor(table(angles) * np.float32(factor)) for table in (np.cos, np.sin))
+    return Rope(cos, sin)
 
 
 @dataclass(frozen=True)
