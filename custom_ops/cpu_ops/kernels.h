@@ -108,7 +108,9 @@ struct AttentionSpec {
   float norm_eps;
   int64_t interleaved;
   int64_t window;      // 0: a row sees all keys up to its own
-  int64_t rotary_dim;  // 0: all of head_dim
+  int64_t rotary_dim;  // 0: all dimensions are rotated
+
+  int64_t rotated() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
 };
 
 // The fields of Activation of ops/interface.py.

@@ -96,8 +96,9 @@ def rope_settings(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return key, raw.get(key) or {}
 
 
-def refuse_rope_scaling(raw: dict[str, Any], *allowed: str) -> None:
-    """Raise InvalidField if the rotary embedding is neither the default nor of an ``allowed`` type."""
+def refuse_rope_scaling(raw: dict[str, Any], *allowed: str, partial: bool = False) -> None:
+    """Raise InvalidField if the rotary embedding is neither the default nor of an ``allowed`` type. partial: it may
+    rotate a part of each head."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
@@ -106,7 +107,7 @@ def refuse_rope_scaling(raw: dict[str, Any], *allowed: str) -> None:
         if kind not in (None, "default", *allowed):
             supported = " and ".join(("the default rotary embedding", *allowed))
             raise InvalidField(key, f"only {supported} is supported, got {shown(kind)}")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise InvalidField(f"{key}.partial_rotary_factor", "a partial rotary embedding is not supported")
 
 
@@ -126,12 +127,12 @@ def eos_ids(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def count(raw: dict[str, Any], key: str, where: str = "") -> int:
-    """Return an integer from 1 to MAX_COUNT. where: the key of the object ``raw`` in config.json, "" at the top level.
-    Raises InvalidField."""
+def count(raw: dict[str, Any], key: str, where: str = "", least: int = 1) -> int:
+    """Return an integer from ``least`` to MAX_COUNT. where: the key of the object ``raw`` in config.json, "" at the top
+    level. Raises InvalidField."""
     value = raw.get(key)
-    if type(value) is not int or not 1 <= value <= MAX_COUNT:
-        raise _invalid(raw, key, where, "an integer from 1 to 2**31 - 1")
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise _invalid(raw, key, where, f"an integer from {least} to 2**31 - 1")
     return value
 
 

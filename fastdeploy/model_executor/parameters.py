@@ -31,8 +31,8 @@ class Parameter(NamedTuple):
     """One packed object that the model uses, and the checkpoint tensors that it contains.
 
     A linear stacks ``weights`` [rows[i], columns] along the output (a fused projection has several); ``biases`` has one
-    name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``. use: of
-    a linear.
+    name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``; with
+    ``is_row`` a checkpoint has it as [1, columns]. use: of a linear.
     """
 
     key: str
@@ -41,6 +41,7 @@ class Parameter(NamedTuple):
     rows: tuple[int, ...] = ()
     biases: tuple[str, ...] = ()
     use: Use = Use.ADAPTED
+    is_row: bool = False
 
     @property
     def is_vector(self) -> bool:
@@ -54,14 +55,14 @@ class Parameter(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor."""
         if self.is_vector:
-            return {self.weights[0]: (self.columns,)}
+            return {self.weights[0]: (1, self.columns) if self.is_row else (self.columns,)}
         weights = {name: (rows, self.columns) for name, rows in zip(self.weights, self.rows, strict=True)}
         return weights | {name: (rows,) for name, rows in zip(self.biases, self.rows, strict=bool(self.biases))}
 
 
-def vector(key: str, name: str, size: int) -> Parameter:
-    """Return the parameter of one vector: the tensor ``name``, [size]."""
-    return Parameter(key, (name,), size)
+def vector(key: str, name: str, size: int, is_row: bool = False) -> Parameter:
+    """Return the parameter of one vector: the tensor ``name``, [size], or [1, size] with ``is_row``."""
+    return Parameter(key, (name,), size, is_row=is_row)
 
 
 def linear(

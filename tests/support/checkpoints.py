@@ -41,34 +41,88 @@ class Spec:
         return self.model_type == "gemma3_text"
 
     @property
-    def biases(self) -> str:
+    def is_deepseek(self) -> bool:
+        return "kv_lora_rank" in self.extra
+
+    @property
+    def biases(self) -> tuple[str, ...]:
         """Attention projections that have a bias."""
         everywhere = self.extra.get("attention_bias") or self.extra.get("use_bias")
-        return "qkv" if self.model_type == "qwen2" else "qkvo" if everywhere else ""
+        if self.is_deepseek:
+            return ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if everywhere else ()
+        letters = "qkv" if self.model_type in ("qwen2", "glm4_moe") else "qkvo" if everywhere else ""
+        return tuple(f"{letter}_proj" for letter in letters)
 
     @property
     def experts(self) -> int:
         """The number of experts of a layer, 0 for a dense model."""
-        count: int = self.extra.get("num_experts", 0)
-        return count
+        keys = ("num_experts", "moe_num_experts", "n_routed_experts")
+        return next((self.extra[key] for key in keys if key in self.extra), 0)
 
     @property
     def experts_layers(self) -> list[int]:
+        first = self.extra.get("moe_layer_start_index", self.extra.get("first_k_dense_replace", 0))
         dense = self.extra.get("mlp_only_layers", [])
-        return [layer for layer in range(self.layers) if self.experts and layer not in dense]
+        return [layer for layer in range(first, self.layers) if self.experts and layer not in dense]
+
+    @property
+    def router_bias(self) -> tuple[str, tuple[int, ...]]:
+        """The name and shape of the router's bias for the choice, "" without."""
+        if self.model_type == "ernie4_5_moe":
+            return "moe_statics.e_score_correction_bias", (1, self.experts)
+        named = self.model_type in ("glm4_moe", "deepseek_v3")
+        return ("gate.e_score_correction_bias", (self.experts,)) if named else ("", ())
 
     def mlps(self, layer: int) -> dict[str, int]:
         """The MLPs of a layer, each with its inner size."""
         if layer not in self.experts_layers:
             return {"mlp": self.inner}
-        return {f"mlp.experts.{i}": self.extra["moe_intermediate_size"] for i in range(self.experts)}
+        inner = self.extra["moe_intermediate_size"]
+        shared = inner * self.extra.get("moe_num_shared_experts", self.extra.get("n_shared_experts", 0))
+        return {f"mlp.experts.{i}": inner for i in range(self.experts)} | (
+            {"mlp.shared_experts": shared} if shared else {}
+        )
+
+    @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """The linears of the attention of a layer, each with its output and input size."""
+        of, heads, hidden = self.extra, self.heads, self.hidden
+        if not self.is_deepseek:
+            q, kv = heads * self.dim, self.kv_heads * self.dim
+            return {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        latent, plain, rotary, value = (
+            of[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        q, inner = heads * (plain + rotary), of["q_lora_rank"]
+        queries = {"q_proj": (q, hidden)} if inner is None else {"q_a_proj": (inner, hidden), "q_b_proj": (q, inner)}
+        return queries | {
+            "kv_a_proj_with_mqa": (latent + rotary, hidden),
+            "kv_b_proj": (heads * (plain + value), latent),
+            "o_proj": (hidden, heads * value),
+        }
+
+    @property
+    def attention_norms(self) -> dict[str, int]:
+        """The norms inside the attention of a layer, each with its size."""
+        if self.is_deepseek:
+            inner = {} if self.extra["q_lora_rank"] is None else {"q_a_layernorm": self.extra["q_lora_rank"]}
+            return inner | {"kv_a_layernorm": self.extra["kv_lora_rank"]}
+        there = self.model_type in ("qwen3", "qwen3_moe") or self.is_gemma or self.extra.get("use_qk_norm")
+        return {"q_norm": self.dim, "k_norm": self.dim} if there else {}
 
     @property
     def dim(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
 
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3MoeForCausalLM": "qwen3_moe"}
+MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
 LLAMA3_ROPE = {
@@ -106,6 +160,68 @@ QWEN_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "rope_theta": 5e5,
+}
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "rope_theta": 1e6,
+}
+# Of the 8 frequencies, the first two are left alone, and the last two divided.
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 16,
+    "original_max_position_embeddings": 64,
+}
+DEEPSEEK = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "rope_scaling": YARN,
+    "attention_bias": True,
+}
+DEEPSEEK_PLAIN = DEEPSEEK | {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "rope_scaling": None,
+    "rope_interleave": False,
+    "attention_bias": False,
+}
+DEEPSEEK_V2 = DEEPSEEK | {"norm_topk_prob": False, "attention_bias": False, "topk_method": "greedy"}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -131,6 +247,11 @@ SPECS = {
         Spec("gemma", "Gemma3ForCausalLM", tied=True, head_dim=24, kv_heads=1, extra=GEMMA, seed=14),
         Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
         Spec("qwen3_moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, shards=3, extra=QWEN_MOE, seed=15),
+        Spec("ernie_moe", "Ernie4_5_MoeForCausalLM", layers=3, shards=2, extra=ERNIE_MOE, seed=16),
+        Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=17),
+        Spec("deepseek", "DeepseekV3ForCausalLM", layers=3, kv_heads=4, shards=2, extra=DEEPSEEK, seed=18),
+        Spec("deepseek_plain", "DeepseekV3ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_PLAIN, seed=19),
+        Spec("deepseek_v2", "DeepseekV2ForCausalLM", kv_heads=4, extra=DEEPSEEK_V2, seed=20),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
         Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
@@ -174,27 +295,31 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
     def norm(size: int, mean: float = 1.0) -> np.ndarray:  # Gemma multiplies with 1 + weight
         return normal(size, scale=0.3, mean=mean - spec.is_gemma)
 
-    hidden, q, kv = spec.hidden, spec.heads * spec.dim, spec.kv_heads * spec.dim
+    hidden = spec.hidden
     # Gemma multiplies the embedding with sqrt(hidden); its last norm makes up for the small values of a tied embedding.
     tensors = {"model.embed_tokens.weight": normal(spec.vocab, hidden, scale=0.04 if spec.is_gemma else 0.2)}
     for layer in range(spec.layers):
         p = f"model.layers.{layer}."
         tensors[p + "input_layernorm.weight"] = norm(hidden)
-        for name, size in (("q", q), ("k", kv), ("v", kv)):
-            tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
+        *inner, last = spec.attention.items()
+        for name, (rows, columns) in inner:
+            tensors[f"{p}self_attn.{name}.weight"] = normal(rows, columns, scale=columns**-0.5)
             if name in spec.biases:
-                tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.model_type in ("qwen3", "qwen3_moe") or spec.is_gemma:
-            for name in "qk":
-                tensors[p + f"self_attn.{name}_norm.weight"] = norm(spec.dim)
-        tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
-        if "o" in spec.biases:
-            tensors[p + "self_attn.o_proj.bias"] = normal(hidden, scale=0.3)
+                tensors[f"{p}self_attn.{name}.bias"] = normal(rows, scale=0.3)
+        for name, size in spec.attention_norms.items():
+            tensors[f"{p}self_attn.{name}.weight"] = norm(size)
+        name, (rows, columns) = last
+        tensors[f"{p}self_attn.{name}.weight"] = normal(rows, columns, scale=2 * columns**-0.5)
+        if name in spec.biases:
+            tensors[f"{p}self_attn.{name}.bias"] = normal(rows, scale=0.3)
         tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
         for name in ("pre", "post") if spec.is_gemma else ():
             tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)
         if layer in spec.experts_layers:
             tensors[p + "mlp.gate.weight"] = normal(spec.experts, hidden, scale=2 * hidden**-0.5)
+            name, shape = spec.router_bias
+            if name:
+                tensors[f"{p}mlp.{name}"] = normal(*shape, scale=0.2)
         for mlp, inner in spec.mlps(layer).items():
             for name in ("gate", "up"):
                 tensors[f"{p}{mlp}.{name}_proj.weight"] = normal(inner, hidden, scale=hidden**-0.5)

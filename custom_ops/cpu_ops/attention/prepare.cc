@@ -13,28 +13,27 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 576;
 
-// out[0, R) = rotate(x[0, R)) with the pairs (x[2i], x[2i + 1]), R = rotary. norm: null, or what x is multiplied with.
-void rotate_neighbours(const float* x, int64_t rotary, float factor, const float* norm, const float* cos,
+// out[0, D) = rotate(x[0, D)) with the pairs (x[2i], x[2i + 1]) of the first `rotated` values. norm: null, or what x is
+// multiplied with.
+void rotate_neighbours(const float* x, int64_t dim, int64_t rotated, float factor, const float* norm, const float* cos,
                        const float* sin, float* out) {
   alignas(64) float normed[kMaxHeadDim];
   if (norm != nullptr) {
-    for (int64_t i = 0; i < rotary; ++i) normed[i] = x[i] * factor * norm[i];
+    for (int64_t i = 0; i < dim; ++i) normed[i] = x[i] * factor * norm[i];
     x = normed;
   }
-  for (int64_t i = 0; i < rotary / 2; ++i) {
+  std::copy(x + rotated, x + dim, out + rotated);
+  for (int64_t i = 0; i < rotated / 2; ++i) {
     const float first = x[2 * i], second = x[2 * i + 1];
     out[2 * i] = first * cos[i] - second * sin[i];
     out[2 * i + 1] = second * cos[i] + first * sin[i];
   }
 }
 
-// The dims that are rotated, from the first on.
-int64_t rotary_dim(const AttentionArgs& a) { return a.rotary_dim == 0 ? a.cache->head_dim : a.rotary_dim; }
-
 // out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
 void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
                      float* out) {
-  const int64_t dim = a.cache->head_dim, rotary = rotary_dim(a), half = rotary / 2;
+  const int64_t dim = a.cache->head_dim, rotated = a.rotated(), half = rotated / 2;
   float factor = 1.0f;
   if (norm != nullptr) {
     Floats16 sum = zero();
@@ -45,12 +44,7 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
     factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.norm_eps);
   }
   for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
-  for (int64_t i = rotary; i < dim; i += 16) {
-    const int n = static_cast<int>(std::min<int64_t>(16, dim - i));
-    const Floats16 v = load_n(x + i, n);
-    store_n(out + i, norm == nullptr ? v : mul(mul(v, set1(factor)), load_n(norm + i, n)), n);
-  }
-  if (a.interleaved) return rotate_neighbours(x, rotary, factor, norm, cos, sin, out);
+  if (a.interleaved) return rotate_neighbours(x, dim, rotated, factor, norm, cos, sin, out);
   for (int64_t i = 0; i < half; i += 16) {
     const int n = static_cast<int>(std::min<int64_t>(16, half - i));
     Floats16 first = load_n(x + i, n), second = load_n(x + half + i, n);
@@ -61,6 +55,11 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
     const Floats16 c = load_n(cos + i, n), s = load_n(sin + i, n);
     store_n(out + i, sub(mul(first, c), mul(second, s)), n);
     store_n(out + half + i, add(mul(second, c), mul(first, s)), n);
+  }
+  for (int64_t i = rotated; i < dim; i += 16) {
+    const int n = static_cast<int>(std::min<int64_t>(16, dim - i));
+    const Floats16 v = load_n(x + i, n);
+    store_n(out + i, norm == nullptr ? v : mul(mul(v, set1(factor)), load_n(norm + i, n)), n);
   }
 }
 
@@ -104,8 +103,8 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   const int64_t dim = cache.head_dim, padded = cache.dim_padded, group = a.heads / cache.kv_heads;
   const int64_t position = a.positions[token];
   const float* row = a.qkv + token * (a.heads + cache.parts * cache.kv_heads) * dim;
-  const int64_t turn = position * (rotary_dim(a) / 2);
-  const float *cos = a.rope_cos + turn, *sin = a.rope_sin + turn;
+  const int64_t pairs = a.rotated() / 2;
+  const float *cos = a.rope_cos + position * pairs, *sin = a.rope_sin + position * pairs;
   alignas(64) float head[kMaxHeadDim];
   for (int64_t h = 0; h < a.heads; ++h) {
     norm_and_rotate(a, row + h * dim, a.q_norm, cos, sin, head);

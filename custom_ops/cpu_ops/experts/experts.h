@@ -15,6 +15,7 @@ struct RouterSpec {
   int64_t groups, top_groups, normalize;
   float scale;
   const float* bias;  // [experts], or null
+  float norm_min;
 };
 
 struct ExpertsBlock {

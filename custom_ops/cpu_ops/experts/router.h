@@ -116,7 +116,7 @@ class Router {
     if (spec_.normalize || spec_.score == kSoftmaxOfChosen) {
       float sum = 0;
       for (int64_t i = 0; i < k; ++i) sum += weights[i];
-      for (int64_t i = 0; i < k; ++i) weights[i] /= sum + 1e-20f;
+      for (int64_t i = 0; i < k; ++i) weights[i] /= std::max(sum, spec_.norm_min);
     }
     for (int64_t i = 0; i < k; ++i) weights[i] *= spec_.scale;
   }

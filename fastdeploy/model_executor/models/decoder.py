@@ -17,15 +17,16 @@ from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, li
 
 
 class Rope(NamedTuple):
-    """The tables of the rotary embedding, float32 [max_model_len, rotary_dim // 2]."""
+    """The tables of the rotary embedding, float32 [max_model_len, pairs that are rotated]."""
 
     cos: paddle.Tensor
     sin: paddle.Tensor
 
 
-def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Return the angle per position of each rotated pair, float32 [head_dim // 2]: theta^(-2i / head_dim)."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def rope_frequencies(rotated: int, theta: float) -> np.ndarray:
+    """Return the angle per position of each rotated pair, float32 [rotated // 2]: theta^(-2i / rotated). rotated: how
+    many dimensions of a head are rotated."""
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
@@ -103,6 +104,7 @@ class Attention:
             norm_eps=c.rms_norm_eps,
             interleaved=int(self.interleaved),
             window=self.window,
+            rotary_dim=2 * self.rope.cos.shape[1],
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
         post_norm = norm("attention_out_norm", bool(self.post_norm))

@@ -24,6 +24,7 @@ DEFAULTS = {
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
+        "num_nextn_predict_layers": 0,
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
@@ -41,6 +42,7 @@ DEFAULTS = {
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
         "num_experts_per_tok": 8,
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
@@ -69,7 +71,8 @@ KEYS = {
 @dataclass(frozen=True)
 class DeepseekConfig(ModelConfig):
     """The config of a DeepSeek model. num_key_value_heads and head_dim are those of the KV cache: one key for all
-    heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding."""
+    heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding. more_layers: layers
+    of a checkpoint behind those of the model. They predict further tokens and are not used here."""
 
     keys_only: ClassVar[bool] = True
 
@@ -78,6 +81,7 @@ class DeepseekConfig(ModelConfig):
     yarn: YarnRope | None
     rope_interleave: bool
     attention_bias: bool
+    more_layers: int
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConfig:
@@ -104,14 +108,14 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         yarn=read_yarn(raw),
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
+        more_layers=count(raw, "num_nextn_predict_layers", least=0),
     )
 
 
 def _read_mixture(raw: dict[str, Any], common: ModelConfig) -> Mixture:
-    dense, layers = raw["first_k_dense_replace"], common.num_hidden_layers
-    if type(dense) is not int or not 0 <= dense < layers:
-        text = f"expected an integer from 0 to {layers - 1} (a layer with experts is needed), got {shown(dense)}"
-        raise InvalidField("first_k_dense_replace", text)
+    dense, layers = count(raw, "first_k_dense_replace", least=0), common.num_hidden_layers
+    if dense >= layers:
+        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (the layers), got {dense}")
     inner = count(raw, "moe_intermediate_size")
     grouped = common.architecture == V3
     return Mixture(
@@ -124,7 +128,7 @@ def _read_mixture(raw: dict[str, Any], common: ModelConfig) -> Mixture:
         top_groups=count(raw, "topk_group") if grouped else 1,
         normalize=grouped and flag(raw, "norm_topk_prob"),
         scale=positive(raw, "routed_scaling_factor"),
-        shared_inner=inner * count(raw, "n_shared_experts"),
+        shared_inner=inner * count(raw, "n_shared_experts", least=0),
     )
 
 
@@ -150,7 +154,8 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     dense, experts = Mlp(config), Experts(config, config.mixture, bias=bias)
     layers = range(config.num_hidden_layers)
     mlps = ByLayer([experts if layer in config.mixture.layers else dense for layer in layers])
-    return Model(config, ops, (attention, mlps))
+    ignored = tuple(f"model.layers.{len(layers) + i}." for i in range(config.more_layers))
+    return Model(config, ops, (attention, mlps), ignored=ignored)
 
 
 ARCHITECTURES = {name: Architecture(read_config, build) for name in (V2, V3)}

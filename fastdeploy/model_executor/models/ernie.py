@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,13 @@ DEFAULTS = {
 # Keys of Baidu's own configs that change the result, and the values that are the same as no key.
 PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "moe_num_experts": (0, [], None),
-    "num_nextn_predict_layers": (0, None),
     "compression_ratio": (1, None),
     "scale_qk_coeff": (1, None),
     "use_rmsnorm": (True, None),
     "rope_3d": (False, None),
     "lm_head_bias": (False, None),
 }
+MORE_TOKENS = ("model.mtp_",)  # the layer that predicts further tokens: mtp_block, mtp_emb_norm, mtp_linear_proj, ...
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,17 @@ class ErnieConfig(ModelConfig):
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieConfig:
     """See ``Architecture.read_config``. Both names of the architecture make the same model."""
-    for key, values in PLAIN_VALUES.items():
-        if key in raw and raw[key] not in values:
-            raise InvalidField(key, f"only {shown(values[0])} is supported, got {shown(raw[key])}")
+    refuse_other_values(raw, PLAIN_VALUES)
     refuse_rope_scaling(raw)
     common = read_common(DEFAULTS | raw | {"architectures": [ARCHITECTURE]}, generation)
     return ErnieConfig(**vars(common), use_bias=flag(raw, "use_bias"))
+
+
+def refuse_other_values(raw: Mapping[str, Any], plain: Mapping[str, Sequence[Any]]) -> None:
+    """Raise InvalidField for a key of ``plain`` whose value is none of those there."""
+    for key, values in plain.items():
+        if key in raw and raw[key] not in values:
+            raise InvalidField(key, f"only {shown(values[0])} is supported, got {shown(raw[key])}")
 
 
 def build(config: ErnieConfig, ops: Ops, max_model_len: int) -> Model:
@@ -54,12 +60,8 @@ def build(config: ErnieConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
     bias = config.use_bias
     attention = Attention(config, rope, qkv_bias=bias, o_bias=bias, interleaved=True)
-    return Model(config, ops, (attention, Mlp(config, bias)))
+    return Model(config, ops, (attention, Mlp(config, bias)), ignored=MORE_TOKENS)
 
 
 # The second name is that of the checkpoints that Baidu published first.
 ARCHITECTURES = dict.fromkeys((ARCHITECTURE, "Ernie4_5_ForCausalLM"), Architecture(read_config, build))
-REFUSED = {
-    "Ernie4_5_MoeForCausalLM": "has a mixture of experts, which is not supported; "
-    f"of ERNIE 4.5 only the dense models are supported ({ARCHITECTURE})"
-}

@@ -17,7 +17,8 @@ MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns fo
 
 class Mixture(NamedTuple):
     """The experts of a config. layers: the numbers of the layers with experts, ascending. inner: the width of each
-    expert. top_k to scale: see ``RouterSpec``. shared_inner: the width of the MLP that all rows have, 0 without."""
+    expert. top_k to norm_min: see ``RouterSpec``. shared_inner: the width of the MLP that all rows have, 0
+    without."""
 
     layers: tuple[int, ...]
     experts: int
@@ -28,6 +29,7 @@ class Mixture(NamedTuple):
     top_groups: int = 1
     normalize: bool = False
     scale: float = 1.0
+    norm_min: float = RouterSpec._field_defaults["norm_min"]
     shared_inner: int = 0
 
 
@@ -57,12 +59,14 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
 @dataclass(frozen=True)
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
-    without) in ``mlp``; shared: the name of the shared MLP there. biases: experts and shared MLP have biases."""
+    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. shared: the name of the shared MLP in
+    ``mlp``. biases: experts and shared MLP have biases."""
 
     config: ModelConfig
     mixture: Mixture
     router: str = "gate"
     bias: str = ""
+    bias_is_row: bool = False
     shared: str = "shared_experts"
     biases: bool = False
     norm: str = "post_attention_layernorm"
@@ -80,7 +84,7 @@ class Experts:
             linear(key + "experts_down", down, of.inner, self.biases, Use.QUANTIZED),
         ]
         if self.bias:
-            found.append(vector(key + "router_bias", mlp + self.bias, of.experts))
+            found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
         if of.shared_inner:
             shared = f"{mlp}{self.shared}."
             gate_up = {f"{shared}{name}_proj": of.shared_inner for name in ("gate", "up")}
@@ -104,6 +108,7 @@ class Experts:
             normalize=int(of.normalize),
             scale=of.scale,
             bias=as_vector(values[key + "router_bias"]) if self.bias else None,
+            norm_min=of.norm_min,
         )
         return ExpertsBlock(
             norm=norm_weight(self.config, values[key + "post_norm"]),

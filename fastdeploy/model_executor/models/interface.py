@@ -83,14 +83,22 @@ class Model:
     parameters: all parameters of the model. adaptable: the linears that an adapter may change. The last one is the
     output layer; if that is tied to the embedding, it is no parameter. aliases: further tensors that a checkpoint may
     have, each with the name of the tensor that it must equal (lm_head.weight if embeddings are tied: transformers
-    ignores it, but a trainer that sends other values for it would expect them to serve). quantization: see
-    ``build_model``. embedding_scale: the embedding is multiplied by it.
+    ignores it, but a trainer that sends other values for it would expect them to serve). ignored: how the names of
+    further tensors begin, which a checkpoint may have and no result depends on (a layer that predicts several tokens).
+    quantization: see ``build_model``. embedding_scale: the embedding is multiplied by it.
     """
 
     quantization: str | None = None
 
-    def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder], embedding_scale: float = 1.0):
-        self.config, self.ops, self.embedding_scale = config, ops, embedding_scale
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        builders: Sequence[BlockBuilder],
+        embedding_scale: float = 1.0,
+        ignored: tuple[str, ...] = (),
+    ):
+        self.config, self.ops, self.embedding_scale, self.ignored = config, ops, embedding_scale, ignored
         self._builders = tuple(builders)
         self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
         embedding, head = (

@@ -108,9 +108,8 @@ def limits_of(cache: KVCache, spec: AttentionSpec) -> Limits:
     assert isinstance(cache, CpuKVCache)
     assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
     assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
-    rotary = spec.rotary_dim or spec.head_dim
-    assert rotary % 2 == 0 and 0 < rotary <= spec.head_dim
-    assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == rotary // 2
+    assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.rotated // 2
+    assert 0 < spec.rotated <= spec.head_dim and spec.rotated % 2 == 0
     return Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
 
 

@@ -81,15 +81,15 @@ def _scores(logits: np.ndarray, spec: RouterSpec) -> np.ndarray | None:
         return None
     if spec.score is RouterScore.SIGMOID:
         return np.float32(1) / (np.float32(1) + _exp(-np.clip(logits, -80, 80)))
-    return _normalised(_exp(logits - logits.max()))
+    return _normalised(_exp(logits - logits.max()), 0.0)
 
 
-def _normalised(values: np.ndarray) -> np.ndarray:
-    """Divide values by their sum, which is added in order."""
+def _normalised(values: np.ndarray, least: float) -> np.ndarray:
+    """Divide values by their sum, which is added in order, or by ``least`` if that is larger."""
     total = np.float32(0)
     for value in values:
         total += value
-    return values / (total + np.float32(1e-20))
+    return values / max(total, np.float32(least))
 
 
 def _choice(scores: np.ndarray, spec: RouterSpec) -> np.ndarray:
@@ -110,5 +110,5 @@ def _weights(logits: np.ndarray, scores: np.ndarray | None, chosen: np.ndarray, 
     """Return the weight of each chosen expert, float32."""
     found = _exp(logits[chosen] - logits[chosen].max()) if scores is None else scores[chosen]
     if spec.normalize or scores is None:
-        found = _normalised(found)
+        found = _normalised(found, spec.norm_min)
     return found * np.float32(spec.scale)

@@ -87,11 +87,12 @@ def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
 
 
 def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
-    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, rotary_dim / 2]. Dimension i is rotated with
-    dimension i + rotary_dim / 2; interleaved: dimension 2i with dimension 2i + 1. Dimensions from rotary_dim on stay as
-    they are."""
-    if (rotary := 2 * cos.shape[-1]) < x.shape[-1]:
-        return paddle.concat([rotate(x[:, :, :rotary], cos, sin, interleaved), x[:, :, rotary:]], axis=-1)
+    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, rotated / 2]. Dimension i is rotated with
+    dimension i + rotated / 2. interleaved: dimension 2i is rotated with dimension 2i + 1. Dimensions from ``rotated``
+    on stay as they are."""
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return paddle.concat([rotate(x[:, :, :rotated], cos, sin, interleaved), x[:, :, rotated:]], axis=-1)
     if interleaved:
         even, odd = x[:, :, ::2], x[:, :, 1::2]
         return paddle.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)

@@ -79,7 +79,8 @@ def _constants_of(layers: Iterable[DecoderLayer]) -> list[_Constants]:
             first, second = _rotated_pairs(spec)
             pairs = paddle.to_tensor(np.argsort(np.concatenate([first, second])) % len(first))  # of each dimension
             cos, sin = (paddle.index_select(table, pairs, axis=1) for table in (spec.rope_cos, spec.rope_sin))
-            tables[id(spec.rope_cos)] = cos, sin
+            rest = [0, spec.head_dim - spec.rotated]  # dimensions that are not rotated
+            tables[id(spec.rope_cos)] = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
         found.append(_Constants(spec, activation, *tables[id(spec.rope_cos)]))
     return found
 
@@ -175,8 +176,8 @@ class Decoder:
 
 
 def _rotated_pairs(spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two dimensions of each pair that the rotary embedding rotates, each int64 [head_dim // 2]."""
-    half = np.arange(spec.head_dim // 2)
+    """Return the two dimensions of each pair that the rotary embedding rotates, each int64 [rotated // 2]."""
+    half = np.arange(spec.rotated // 2)
     return (2 * half, 2 * half + 1) if spec.interleaved else (half, half + len(half))
 
 
