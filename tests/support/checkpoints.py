@@ -209,19 +209,17 @@ DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
     "rope_scaling": YARN,
+    "rope_interleave": False,  # that of V2 is interleaved
     "attention_bias": True,
 }
-DEEPSEEK_PLAIN = DEEPSEEK | {
+DEEPSEEK_V2 = DEEPSEEK | {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
-    "n_group": 1,
-    "topk_group": 1,
+    "topk_method": "greedy",
     "norm_topk_prob": False,
     "rope_scaling": None,
-    "rope_interleave": False,
     "attention_bias": False,
 }
-DEEPSEEK_V2 = DEEPSEEK | {"norm_topk_prob": False, "attention_bias": False, "topk_method": "greedy"}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -250,8 +248,7 @@ SPECS = {
         Spec("ernie_moe", "Ernie4_5_MoeForCausalLM", layers=3, shards=2, extra=ERNIE_MOE, seed=16),
         Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=17),
         Spec("deepseek", "DeepseekV3ForCausalLM", layers=3, kv_heads=4, shards=2, extra=DEEPSEEK, seed=18),
-        Spec("deepseek_plain", "DeepseekV3ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_PLAIN, seed=19),
-        Spec("deepseek_v2", "DeepseekV2ForCausalLM", kv_heads=4, extra=DEEPSEEK_V2, seed=20),
+        Spec("deepseek_v2", "DeepseekV2ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_V2, seed=20),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
         Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
