@@ -94,7 +94,7 @@ def rows(measured: Sequence[LoadComparison], shape: Shape) -> list[tuple[str, ..
         for base, runs, row in zip(measured[0].engines, compared.engines, compared.rows(shape), strict=True):
             base_s = base.median("token_s")
             bound = None
-            if machine is not None and base_s is not None:
+            if base_s is not None:
                 bound = base_s / (base_s + load.adapters * load.adapter_bytes / machine.read)
             found.append((*row, optional(base.over(runs, "token_s"), ".3f"), optional(bound, ".3f")))
     return found

@@ -39,7 +39,7 @@ from benchmarks.lib.roofline import Machine, Shape, probe
 from fastdeploy.bench.client import FAILURES, Client
 
 SERVED = "q05"
-Prober = Callable[[], Machine | None]
+Prober = Callable[[], Machine]
 
 
 async def run_loads(
@@ -66,7 +66,7 @@ async def compare(
 ) -> list[LoadComparison]:
     """Return the comparison of each load. In each repeat, each engine gets all loads, one after the other."""
     runs: dict[Contender, list[list[tuple[Figures, float | None]]]] = {found: [] for found in running.contenders}
-    probes: list[Machine | None] = []
+    probes: list[Machine] = []
     for contender in list(running.contenders):
         with running.removed_on_failure(contender):
             await run_loads(contender, [load.warm_up() for load in loads], model, "warm-up")
@@ -83,7 +83,7 @@ async def compare(
             mine = [repeat[number] for repeat in runs[contender]]
             own = tuple(token_s for _, token_s in mine if token_s is not None)
             measured.append(EngineRuns(contender.engine.name, tuple(figures for figures, _ in mine), own))
-        found.append(LoadComparison(load, tuple(measured), tuple(one for one in probes if one is not None)))
+        found.append(LoadComparison(load, tuple(measured), tuple(probes)))
     return found
 
 
@@ -154,7 +154,7 @@ def run_together(
 def to_json(engines: Mapping[str, Any], done: Sequence[LoadComparison], shape: Shape) -> dict[str, Any]:
     """Return the content of the file of ``--json``. engines: what is known of each, by name."""
     return {
-        "step_bytes": shape.step_bytes,
+        "step_bytes": shape.step_bytes(1),
         "engines": dict(engines),
         "loads": [compared.to_json() for compared in done],
     }

@@ -3,7 +3,7 @@
 
     python -m benchmarks.ops [--rows 1,8,32,256] [--repeats 7]
 
-Roofline: the read bandwidth of all threads, by a plain vector reader (with AVX-512), and the peak of the multiplication
+Roofline: the read bandwidth of all threads, by a plain vector reader, and the peak of the multiplication
 of bfloat16, in registers: AMX tiles, else VDPBF16PS (with AMX or AVX512_BF16).
 Ops: every linear of a step for several numbers of rows, on the weights of all layers, so that no weight stays in a
 cache; attention and sampling. Repeats of ops and roofline alternate. Medians, with the best time in brackets: a large
@@ -101,17 +101,13 @@ def probe_weight(ops: CpuOps) -> CpuLinear:
 
 def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
     """Return the probes of the roofline that run on this machine, for ``measure``."""
-    calls: dict[str, Callable[[], object]] = {}
-    if ops.isa != "avx2":
-        calls["read"] = lambda: ops.probe_read(weight)
+    calls: dict[str, Callable[[], object]] = {"read": lambda: ops.probe_read(weight)}
     if ops.isa in ("avx512_bf16", "amx"):
         calls["peak"] = lambda: ops.probe_peak(PEAK_ROUNDS)
     return calls
 
 
-def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) -> Machine | None:
-    if "read" not in timings:
-        return None
+def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) -> Machine:
     peak = ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median if "peak" in timings else None
     return Machine(weight.nbytes / timings["read"].median, peak)
 
@@ -131,15 +127,14 @@ def report_linears(model: Model, rows: int, repeats: int) -> None:
     print(line(f"M={rows:<5} step", Timing(total, best), total_bytes, operations, roofline), flush=True)
 
 
-def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | None) -> str:
+def line(label: str, timing: Timing, size: int, work: int, roofline: Machine) -> str:
     """Return one line about reading ``size`` bytes and doing ``work`` operations."""
     rate, speed = size / timing.median, work / timing.median
     text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})"
     text += f"  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
-    if roofline is not None:
-        text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
-        if roofline.peak is not None:
-            text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
+    text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
+    if roofline.peak is not None:
+        text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
     return text
 
 
@@ -239,13 +234,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1024")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON (null without AVX-512)")
+    parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON")
     options = parser.parse_args()
     ops = CpuOps("bfloat16")
     if options.probe:
         weight = probe_weight(ops)
         found = read_roofline(ops, weight, measure(roofline_calls(ops, weight), options.repeats))
-        print(json.dumps(None if found is None else found._asdict()))
+        print(json.dumps(found._asdict()))
         return
     print(f"{ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     model = Model(ops, Q05)

@@ -5,11 +5,11 @@
     python -m benchmarks.step --running 32 --adapters 1,8,32 [--rank 16]
     python -m benchmarks.step --running 8 --context 32700          # long contexts: 3.2 GB of KV
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, the time of a
-step is compared with the least time: to read its bytes (weights, distinct adapters, and KV; of its attention alone, KV)
-at the machine's read bandwidth, or its operations at the peak of AMX or AVX512_BF16, if that is longer. A prefill has
-only the second one (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine
-affects all. Medians, with the best time in brackets. At short contexts, attention is the cost of its calls.
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. The time of a step is compared with
+the least time: to read its bytes (weights, distinct adapters, and KV; of its attention alone, KV) at the machine's read
+bandwidth, or its operations at the peak of AMX or AVX512_BF16, if that is longer. A prefill has only the second one
+(formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine affects all. Medians,
+with the best time in brackets. At short contexts, attention is the cost of its calls.
 
 ``--adapters`` adds decode steps of the most sequences with random adapters on all linears (make_adapters.py).
 """
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     operations: int = 0
 
     def least_seconds(self, machine: Machine) -> float | None:
-        """Return the least time on ``machine``; None without the probe that it needs."""
+        """Return the least time on ``machine``; None for a prefill without a peak."""
         if not self.nbytes and machine.peak is None:
             return None
         return machine.least_s(self.nbytes, self.operations)
@@ -81,7 +81,7 @@ def make_steps(options: argparse.Namespace, shape: Shape, blocks: int) -> dict[s
         numbers = [1 + row * adapters // running if adapters else 0 for row in range(running)]
         chunks = [chunk(row, options.context, 1, blocks, True, number) for row, number in enumerate(numbers)]
         kv = shape.kv_bytes(running * options.context)
-        nbytes = shape.step_bytes + kv + adapters * adapter_bytes(shape, options.rank)
+        nbytes = shape.step_bytes(running) + kv + adapters * adapter_bytes(shape, options.rank)
         return Step(StepPlan(0, chunks, []), nbytes, shape.step_operations(running))
 
     most = max(options.running)
@@ -156,16 +156,18 @@ def main() -> None:
     timings = measure({**roofline_calls(ops, probe), **calls, **attention}, options.repeats)
     machine = read_roofline(ops, probe, timings)
     print(f"{options.model}, {ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
-    report: dict = {"step_bytes": shape.step_bytes, "machine": None if machine is None else machine._asdict()}
-    if machine is not None:
-        rates = f"reader {machine.read / 1e9:.1f} GB/s"
-        if machine.peak is not None:
-            rates += f", peak {machine.peak / 1e12:.2f} TFLOP/s"
-        kv = shape.kv_bytes(options.context)
-        print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB, and {kv / 1e9:.3f} GB for each sequence; {rates}")
-    least = {name: machine and step.least_seconds(machine) for name, step in steps.items()}
-    for name, running in zip(attention, options.running, strict=True):
-        least[name] = machine and shape.kv_bytes(running * options.context) / machine.read
+    report: dict = {"step_bytes": shape.step_bytes(1), "machine": machine._asdict()}
+    rates = f"reader {machine.read / 1e9:.1f} GB/s"
+    if machine.peak is not None:
+        rates += f", peak {machine.peak / 1e12:.2f} TFLOP/s"
+    kv, bytes_each = shape.kv_bytes(options.context), [shape.step_bytes(running) for running in options.running]
+    sizes = ", ".join(f"{nbytes / 1e9:.3f}" for nbytes in dict.fromkeys(bytes_each))
+    print(f"a decode step reads {sizes} GB, and {kv / 1e9:.3f} GB for each sequence; {rates}")
+    least = {name: step.least_seconds(machine) for name, step in steps.items()}
+    least |= {
+        name: shape.kv_bytes(running * options.context) / machine.read
+        for name, running in zip(attention, options.running, strict=True)
+    }
     report["steps"] = {name: describe(name, timings[name], least[name]) for name in least}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2))

@@ -51,6 +51,7 @@ class Unit(NamedTuple):
 ATTENTION = ("attention/attention.cc", "attention/prepare.cc")
 LAYER = ("layer.cc", "experts/experts.cc")
 VECTOR = ("linear/linear.cc", *ATTENTION, *LAYER, "weights/rows.cc", "weights/quantize.cc", "sampling.cc")
+VECTOR += ("runtime/probe_read.cc",)
 INT8 = ("linear/linear_int8.cc",)
 TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", *LAYER, "runtime/roofline_probes.cc")
 PAIRED = ("linear/linear_bf16.cc", "attention/attention.cc", *LAYER, "runtime/probe_bf16.cc")

@@ -213,8 +213,9 @@ int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const fd::Logp
   return FD_VECTOR(logprobs, logits, rows, vocab, *args);
 }
 
-// The read probe needs avx512, the probe of the peak avx512_bf16, the others amx.
-double fd_probe_read(const Weight* w) { return amx::probe_read(w->data, w->bytes); }
+int fd_probe_read(const Weight* w) { return FD_VECTOR(probe_read, w->data, w->bytes); }
+
+// The probe of the peak needs avx512_bf16, the others amx.
 int64_t fd_probe_peak(int64_t rounds) {
   return current_isa() == Isa::kAmx ? amx::probe_peak(rounds) : avx512_bf16::probe_peak(rounds);
 }

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from fastdeploy.client.detokenizer import IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.client.routed_rows import RoutedRows
 from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.experts import RoutedExperts
 from fastdeploy.core.outputs import Logprob, Span, clip_spans, merge_spans
 from fastdeploy.inter_communicator.messages import Output
 
@@ -28,7 +30,8 @@ class TextOptions(NamedTuple):
 
 
 class ChoiceDelta(NamedTuple):
-    """The part of a choice that one engine output adds. first: index of its first token in the choice."""
+    """The part of a choice that one engine output adds. first: index of its first token in the choice. routed: the rows
+    of all tokens before its last one that no delta before had; none unless asked for."""
 
     first: int
     text: str
@@ -36,6 +39,7 @@ class ChoiceDelta(NamedTuple):
     logprobs: list[Logprob]
     spans: list[Span]
     finish_reason: str | None
+    routed: bytes = b""
 
 
 class Choice:
@@ -46,9 +50,17 @@ class Choice:
     since a stop string or a character may begin there; ids, logprobs and spans leave them out.
     spans: a choice without output (``TextOptions.prompt_only``) has an empty span of the weights that computed its
     prompt.
+    rows: collects which experts computed the tokens; None = not asked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        options: TextOptions,
+        resumed: int = 0,
+        rows: RoutedRows | None = None,
+    ):
         self.token_ids: list[int] = []
         self.logprobs: list[Logprob] = []
         self.spans: list[Span] = []
@@ -58,6 +70,7 @@ class Choice:
         self.message = ""
         self.num_preempted = 0
         self._prompt_logprobs: list[Logprob] = []
+        self._rows = rows
         self._num_prompt_tokens = len(prompt)
         self._options = options
         self._search = StopSearch(options.stops)
@@ -76,6 +89,12 @@ class Choice:
         leaves a part of them, which a caller could take for the logprobs of the whole prompt."""
         complete = len(self._prompt_logprobs) == self._num_prompt_tokens - 1
         return self._prompt_logprobs if complete else None
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Which experts computed the tokens of prompt and choice, but for the last token. None unless asked for, and if
+        the choice was aborted within the prompt."""
+        return None if self._rows is None else self._rows.whole(len(self.token_ids))
 
     def feed(self, output: Output) -> ChoiceDelta:
         """Add an output of the engine. A stop string in it ends the choice, even if the engine ended the choice for
@@ -96,8 +115,9 @@ class Choice:
             self.message = output.message
         spans = clip_spans(output.spans, first, first + taken)
         ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
-        delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
-        self.token_ids += delta.token_ids
+        self.token_ids += ids
+        routed = self._grow_rows(output)
+        delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason, routed)
         self.logprobs += delta.logprobs
         merge_spans(self.spans, delta.spans)
         return delta
@@ -110,7 +130,11 @@ class Choice:
         self.message = output.message
         if self.finish_reason == "error":
             self.stop_reason = output.stop_reason
-        return ChoiceDelta(0, "", [], [], list(self.spans), self.finish_reason)
+        return ChoiceDelta(0, "", [], [], list(self.spans), self.finish_reason, self._grow_rows(output))
+
+    def _grow_rows(self, output: Output) -> bytes:
+        """Return the rows that ``output`` adds to the choice, which has its tokens already."""
+        return b"" if self._rows is None else self._rows.grow(output.routed, len(self.token_ids))
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
         """Decode until a stop string is complete. Return the number of tokens taken, and the stop string found."""
@@ -167,7 +191,7 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
         spans = clip_spans(output.spans, base + start, base + end)
         piece = replace(output, token_ids=ids, logprobs=logprobs, spans=spans)
         if start > 0:
-            piece = replace(piece, prompt_logprobs=[], cached_tokens=0, num_preempted=0)
+            piece = replace(piece, prompt_logprobs=[], cached_tokens=0, num_preempted=0, routed=b"")
         if end < total:
             piece = replace(piece, finish_reason=None, stop_reason=None, message="")
         yield piece
@@ -187,4 +211,5 @@ def joined(deltas: list[ChoiceDelta]) -> ChoiceDelta | None:
         [entry for delta in deltas for entry in delta.logprobs],
         spans,
         deltas[-1].finish_reason,
+        b"".join(delta.routed for delta in deltas),
     )

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from fastdeploy.client.choice import Choice, ChoiceDelta, TextOptions, joined, pieces
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
+from fastdeploy.client.routed_rows import RoutedRows
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, NonFiniteLogits, NoTokenAllowed
+from fastdeploy.core.experts import ExpertsInfo, experts_of
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
@@ -50,13 +52,14 @@ class Generation:
         tokens_per_delta: int | None = None,
     ):
         self.pace = pace
+        self._client = client
         self._tokens_per_delta = tokens_per_delta
         self.n = request.requests[0].n
         self.request_id = request.requests[0].group or request.requests[0].request_id
         self.prompts = [add.prompt_token_ids for add in request.requests]
         self.adapters = [add.adapter for add in request.requests]
         self.choices = [
-            Choice(tokenizer, add.prompt_token_ids, text, add.resumed_tokens)
+            Choice(tokenizer, add.prompt_token_ids, text, add.resumed_tokens, self._rows(add))
             for add, text in zip(request.requests, request.texts, strict=True)
             for _ in range(self.n)
         ]
@@ -64,10 +67,20 @@ class Generation:
         self.gone = False
         self._requests = request.requests
         self.cached_tokens = [0] * len(self.prompts)
-        self._client = client
         self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
         self._mask_bytes = 0
         self._reader = Reader(for_tokens)
+
+    def _rows(self, add: AddRequest) -> RoutedRows | None:
+        sampling = add.sampling
+        if not sampling.routed_experts:
+            return None
+        return RoutedRows(len(add.prompt_token_ids), sampling.routed_experts_start, self._experts)
+
+    def _experts(self) -> ExpertsInfo:
+        info = experts_of(self._client.model_info)
+        assert info is not None, "a dense model has returned rows"
+        return info
 
     async def __aenter__(self) -> Generation:
         try:

@@ -142,4 +142,5 @@ def _one(outputs: list[Output]) -> Output:
         prompt_logprobs=[logprob for output in outputs for logprob in output.prompt_logprobs],
         cached_tokens=sum(output.cached_tokens for output in outputs),
         num_preempted=sum(output.num_preempted for output in outputs),
+        routed=b"".join([output.routed for output in outputs]),
     )

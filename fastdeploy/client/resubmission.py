@@ -28,6 +28,8 @@ RESTART_S = 600.0  # for which a generation waits for the next engine
 def rest_of(request: AddRequest, request_id: str, choice: int, tokens: Sequence[int]) -> AddRequest:
     """Return the request for the rest of one choice. choice: its number in ``request``. tokens: those that it has."""
     sampling, base = request.sampling, len(tokens)
+    # The rows of all tokens before the last one came with the tokens.
+    first_row = len(request.prompt_token_ids) + base - 1 if base else sampling.routed_experts_start
     return replace(
         request,
         request_id=request_id,
@@ -44,6 +46,7 @@ def rest_of(request: AddRequest, request_id: str, choice: int, tokens: Sequence[
             max_tokens=sampling.max_tokens - base,
             min_tokens=max(sampling.min_tokens - base, 0),
             prompt_logprobs=None if base or choice else sampling.prompt_logprobs,
+            routed_experts_start=first_row if sampling.routed_experts else 0,
         ),
     )
 

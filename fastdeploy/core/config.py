@@ -34,6 +34,7 @@ MAX_STEP = "one limit for all steps with prompts (1.5 steps of the requests that
 QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
 MEMORY_SHARE = "share of the machine's memory that weights and KV cache may have (a KV cache of at most 2 GiB)"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
+ROUTED_EXPERTS = "keep which experts computed each token, for requests that ask (routed_experts)"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -83,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu_memory_utilization: Annotated[float | None, _engine(MEMORY_SHARE)] = None
     enable_prefix_caching: Annotated[bool, _engine("reuse the KV of equal prompt beginnings")] = True
     enable_speculative_decoding: Annotated[bool, _engine("verify tokens that recent text predicts")] = True
+    enable_return_routed_experts: Annotated[bool, _engine(ROUTED_EXPERTS)] = False
     max_retained: Annotated[int, _engine("results kept for retain_s")] = 4096
     max_retained_mb: Annotated[int, _engine("MiB of such results, those of running requests included")] = 1024
     trace: Annotated[str, _engine("file for a trace; one that exists is kept, and NAME.2.json is written")] = ""

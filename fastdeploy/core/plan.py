@@ -50,6 +50,9 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     new: set in the first chunk of a sequence, and after the sequence has lost its KV.
     prompt_logprobs: so many tokens, from the first of the chunk on, are followed by a prompt token whose logprob is
     asked for.
+    routed_from: return the routing of the tokens from this position on to the last token that the step computes, drafts
+    only where they are right. It may be below ``start``: the runner has kept the routing of those tokens beside their
+    KV. -1 = none is asked for. Only a chunk with ``sample`` asks.
     """
 
     sequence: int
@@ -62,6 +65,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     new: NewSequence | None = None
     prompt_logprobs: int = 0
     drafted: int = 0
+    routed_from: int = -1
 
     @property
     def num_known(self) -> int:
@@ -117,9 +121,11 @@ class NoneAllowed(msgspec.Struct, frozen=True, tag=2):
 class StepResult(msgspec.Struct, frozen=True):
     """The result of a step. sampled: one entry per chunk of the plan, None if the chunk did not sample. elapsed_s: wall
     time of the step. prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is
-    not finite."""
+    not finite. routed: the rows that a chunk asked for with ``routed_from``, by index of the chunk (core/experts.py).
+    A chunk without tokens in ``sampled`` has none."""
 
     step_id: int
     sampled: Sequence[Sampled | NonFinite | NoneAllowed | None]
     elapsed_s: float
     prompt_logprobs: dict[int, list[Logprob] | NonFinite] = {}
+    routed: dict[int, bytes] = {}

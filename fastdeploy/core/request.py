@@ -235,6 +235,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def unsent_row(self) -> int:
+        """Position of the first token whose row the client wants and does not have, or -1 if it wants none. The rows of
+        all tokens before the newest one are sent together with the newest one."""
+        if not self.sampling.routed_experts:
+            return -1
+        return self.num_tokens - 1 if self.num_output_tokens else self.sampling.routed_experts_start
+
+    @property
     def version_lag(self) -> int:
         """By how many numbers the weights that sampled the first token are behind those that serve now: of the base
         weights and, for a request of an adapter, of the adapter's loads. 0 without a token."""
@@ -335,7 +343,7 @@ class Request:
 class NewTokens(msgspec.Struct, frozen=True):
     """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
     first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones.
-    ending: None = the request goes on."""
+    ending: None = the request goes on. routed: see messages.Output."""
 
     request: Request
     token_ids: list[int]
@@ -344,6 +352,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     first: bool
     gap_s: float
     ending: Ending | None
+    routed: bytes = b""
 
 
 class Group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
@@ -19,7 +20,9 @@ class PartReceipt(NamedTuple):
 
 class ModelInfo(NamedTuple):
     """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
-    commit brings others. quantization: see ``EngineConfig``. grammars: sequences may have a grammar."""
+    commit brings others. quantization: see ``EngineConfig``. grammars: sequences may have a grammar. experts: of a
+    Mixture of Experts. routed_experts: the runner keeps the routing of each token beside its KV, so that sequences may
+    ask for it."""
 
     name: str
     dtype: str
@@ -30,6 +33,8 @@ class ModelInfo(NamedTuple):
     block_size: int
     quantization: str | None = None
     grammars: bool = False
+    experts: ExpertsInfo | None = None
+    routed_experts: bool = False
 
 
 class Staged(NamedTuple):

@@ -28,6 +28,7 @@ LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES = get_args(LogprobsMode)
 TOP = "absent = none; 0 = of the sampled token only; k = of the k best tokens too"
 PROMPT_TOP = "the same for the prompt's tokens, always raw"
+FIRST_ROW = "with routed_experts: position of the first token whose routing is returned, at most that behind the prompt"
 # The words of msgspec for types -> ours.
 WORDS = {"Expected": "expected", "`float": "a number", "`int": "an integer", "`array": "a list", " | null": "", "`": ""}
 
@@ -44,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     return_sampling_mask: return the ids that each token was drawn from (Logprob.mask_ids). Needs logprobs in mode
     processed, which are normalised over these ids: for greedy, over the token alone.
     return_sampling_mask_logprobs: return the logprobs of these ids too.
+    routed_experts: return the routing of each token, that of the prompt included (core/experts.py), from position
+    routed_experts_start on. Only of a Mixture of Experts, by a server with --enable-return-routed-experts.
     seed: fixes the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.
@@ -75,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
     return_sampling_mask: bool = False
     return_sampling_mask_logprobs: bool = False
+    routed_experts: bool = False
+    routed_experts_start: Annotated[int, Meta(ge=0, le=MAX_INT32, description=FIRST_ROW)] = 0
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=1024)] = ()
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=65536)] | None = None
@@ -92,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidField("return_sampling_mask", "expected logprobs in mode processed with it")
         if self.return_sampling_mask_logprobs and not self.return_sampling_mask:
             raise InvalidField("return_sampling_mask_logprobs", "expected return_sampling_mask with it")
+        if self.routed_experts_start and not self.routed_experts:
+            raise InvalidField("routed_experts_start", "expected routed_experts with it")
         if self.reasoning_max_tokens is not None:
             ids, end = self.reasoning_ids, self.reasoning_end
             if len(ids) != 2 or ids[1] not in end or end.index(ids[1]) + 1 != len(end):

@@ -115,6 +115,17 @@ class AdmissionControl:
         add.sampling.check_ids(vocab_size)
         if add.sampling.grammar and not self._info.grammars:
             raise InvalidField("grammar", "this model's folder has no tokenizer.json, or names no EOS id")
+        self._check_rows(add)
         if add.resumed_tokens >= len(prompt):
             expected = f"an integer from 0 to {len(prompt) - 1} (one less than the tokens of the prompt)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")
+
+    def _check_rows(self, add: AddRequest) -> None:
+        """Raise InvalidField for a request for rows that are not kept, or that begin too late."""
+        sampling, most = add.sampling, len(add.prompt_token_ids)
+        if sampling.routed_experts and not self._info.routed_experts:
+            why = "the server keeps no routing" if self._info.experts else "the model has no experts"
+            raise InvalidField("routed_experts", f"{why}; it takes --enable-return-routed-experts")
+        if sampling.routed_experts_start > most:
+            got = sampling.routed_experts_start
+            raise InvalidField("routed_experts_start", f"expected at most the prompt's {most} tokens, got {got}")

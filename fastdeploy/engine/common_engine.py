@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, RequestError
 from fastdeploy.core.events import EventKind
@@ -320,6 +322,7 @@ class CommonEngine:
         limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
         limits |= {"max_lora_rank": config.max_lora_rank, "has_adapter_root": bool(config.adapter_root)}
         model = self.info._replace(eos_token_ids=self.scheduler.eos_token_ids)._asdict()
+        model["experts"] = None if self.info.experts is None else msgspec.structs.asdict(self.info.experts)
         return {**model, **limits, **self.scopes.whole.weights_label()}
 
     @handles(m.ResetArgs)

@@ -50,4 +50,5 @@ def _plan_settings(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "engines_on_host": config.engines_on_host,
+        "enable_return_routed_experts": config.enable_return_routed_experts,
     }

@@ -32,6 +32,7 @@ from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
 MIN_TTL_S = 0.001
+PROFILE = ("dtype", "quantization", "vocab_size", "max_model_len", "experts", "routed_experts")
 
 
 class RestartNeeded(FleetCallFailed):
@@ -259,10 +260,10 @@ class Joiner:
 
 
 def profile_of(replica: Replica) -> dict[str, Any]:
-    """Return the facts that are the same on all replicas of a fleet."""
+    """Return the facts that are the same on all replicas of a fleet: a request may go on at any of them."""
     client = replica.client
     info = client.model_info
-    profile = {field: info.get(field) for field in ("dtype", "quantization", "vocab_size", "max_model_len")}
+    profile = {field: info.get(field) for field in PROFILE}
     return profile | {"software": client.welcome.software if client.welcome is not None else ""}
 
 

@@ -316,6 +316,10 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     or "non_finite_logits" or "no_token_allowed" for an error of this choice alone; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, if asked for (choice 0 only).
     cached_tokens: tokens of the prompt's prefix hit, sent with the first output.
+    routed: if asked for, the rows (core/experts.py) of all tokens before the last one of this output that were not sent
+    yet. So after each output with tokens, and from SamplingParams.routed_experts_start on, the client has the rows of
+    all tokens that it knows but the last one. A row is sent once: it is that of the computation from which the next
+    token was sampled, even if the token is computed again later.
     message: cause of an abort or error. For an abort before the first token it starts with "Abort before prefill".
     """
 
@@ -330,6 +334,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     cached_tokens: int = 0
     num_preempted: int = 0
     message: str = ""
+    routed: bytes = b""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

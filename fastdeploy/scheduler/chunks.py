@@ -35,17 +35,19 @@ class RunnerSequences:
         if len(blocks) > request.num_sent_blocks:
             new_blocks = blocks[request.num_sent_blocks :].tolist()
             request.num_sent_blocks = len(blocks)
+        sample = start + count == len(token_ids)
         return ScheduledChunk(
             number,
             start,
             count + len(drafts),
-            start + count == len(token_ids),
+            sample,
             request.model.served,
             unsent,
             new_blocks,
             new,
             0 if request.sampling.prompt_logprobs is None else _num_prompt_logprobs(request, count),
             len(drafts),
+            request.unsent_row if sample else -1,
         )
 
     def forget(self, request: Request) -> None:

@@ -20,6 +20,7 @@ from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
+from fastdeploy.model_executor.models.experts import experts_of_config
 from fastdeploy.model_executor.models.interface import ModelWeights, new_kv_cache
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
@@ -27,6 +28,7 @@ from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.memory_plan import plan_model
 from fastdeploy.worker.roofline import measure_machine, step_roofline
+from fastdeploy.worker.routing_store import RoutingStore
 from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Adapters, Sequences, picked
 from fastdeploy.worker.staging import AdapterStaging, Serving, StagedWeights, WeightStaging
@@ -50,7 +52,8 @@ class ModelRunner:
     longest of the model, or of the KV cache if that is less. ops: by default the best ops that this machine can run.
     spill_dir: the folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie
     below one of these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see
-    StandbyCopy. quantization: see ``build_model``. show: called with how far the start is.
+    StandbyCopy. quantization: see ``build_model``. enable_return_routed_experts: keep the routing of each token beside
+    its KV, for sequences that ask for it. show: called with how far the start is.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -73,6 +76,7 @@ class ModelRunner:
         standby_weights: str = "auto",
         engines_on_host: int = 1,
         quantization: str | None = None,
+        enable_return_routed_experts: bool = False,
         show: ShowLoading = lambda state: None,
     ):
         paddle.set_device("cpu")
@@ -89,6 +93,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             engines_on_host=engines_on_host,
             memory_share=memory_share,
+            enable_return_routed_experts=enable_return_routed_experts,
         )
         self._token_bytes = plan.token_bytes
         self._sampler = Sampler(self.ops)
@@ -107,8 +112,7 @@ class ModelRunner:
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
         show(Loading(LoadingStage.KV_CACHE))
-        self.cache: KVCache | None = self._new_cache(plan.num_blocks, block_size)
-        self._cache_bytes = self.cache.nbytes
+        self._cache_bytes = plan.kv_bytes
         self.info = ModelInfo(
             name=Path(model_path).resolve().name,
             dtype=self.ops.dtype,
@@ -119,7 +123,12 @@ class ModelRunner:
             block_size=block_size,
             quantization=quantization,
             grammars=self._masks.has_grammars,
+            experts=experts_of_config(self.config),
+            routed_experts=plan.routing is not None,
         )
+        self.cache: KVCache | None = None
+        self._routing: RoutingStore | None = None
+        self._make_cache()
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """See ``Runner.execute``. Returns when the results are on the host.
@@ -130,11 +139,14 @@ class ModelRunner:
         with paddle.no_grad():
             if plan.copies:
                 self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
+                if self._routing is not None:
+                    self._routing.copy(plan.copies)
             try:
-                sampled, logprobs = self._compute(plan.chunks, _raising(between_layers)) if plan.chunks else ([], {})
+                made = self._compute(plan.chunks, _raising(between_layers)) if plan.chunks else ([], {}, {})
             except _StepGivenUp:
                 return None
-        return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs)
+        sampled, logprobs, routed = made
+        return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs, routed)
 
     def measure_roofline(self) -> StepRoofline | None:
         """See ``Runner.measure_roofline``."""
@@ -234,7 +246,7 @@ class ModelRunner:
             self.weights = None
             self._standby.drop()
         if KV_CACHE in tags:
-            self.cache = None
+            self.cache = self._routing = None
         self.ops.free_scratch()
         self.asleep |= frozenset(tags)
         give_back_freed_memory()
@@ -255,7 +267,7 @@ class ModelRunner:
         """See ``Runner.wake``."""
         if KV_CACHE in tags:
             try:
-                self.cache = self._new_cache(self.info.num_blocks, self.info.block_size)
+                self._make_cache()
             except MemoryError as error:
                 raise OutOfSpace(f"no memory for the KV cache: {error}") from error
         if WEIGHT in tags:
@@ -266,7 +278,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         self._spill = None
-        del self.weights, self._standby, self.cache, self.model, self._adapters, self._sampler, self.ops
+        del self.weights, self._standby, self.cache, self._routing, self.model, self._adapters, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
         if self.weights is None:
@@ -287,13 +299,18 @@ class ModelRunner:
         give_back_freed_memory()
         return weights
 
-    def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        return new_kv_cache(self.ops, self.config, num_blocks, block_size)
+    def _make_cache(self) -> None:
+        """Take the memory of the KV cache. Raises MemoryError; then nothing has changed."""
+        info = self.info
+        cache = new_kv_cache(self.ops, self.config, info.num_blocks, info.block_size)
+        if info.routed_experts and info.experts is not None:
+            self._routing = RoutingStore(info.experts, info.num_blocks, info.block_size)
+        self.cache = cache
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
-    ) -> tuple[list[Sampled | NonFinite | NoneAllowed | None], dict[int, list[Logprob] | NonFinite]]:
-        """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
+    ) -> tuple[list[Sampled | NonFinite | NoneAllowed | None], dict[int, list[Logprob] | NonFinite], dict[int, bytes]]:
+        """Return the draw of each chunk, and by index of the chunk the prompt logprobs and the routing."""
         token_ids, batch, numbers = self._sequences.batch(chunks)
         [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
         drawn_rows, counts = _drawn_rows(chunks, batch.cu_tokens, sampling)
@@ -305,11 +322,15 @@ class ModelRunner:
         assert weights is not None and cache is not None
         adapters = self._adapters.rows_of(chunks, batch.cu_tokens)
         masks = self._masks.begin(chunks, sampling, self._sequences)
+        store = self._routing
+        routing = None if store is None else store.routing(len(token_ids))
         try:
-            hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers, adapters)
+            hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers, adapters, routing)
         finally:
             if masks is not None:
                 masks.result()  # also of a step that is given up: the next one continues the same grammars
+        if store is not None and routing is not None:
+            store.write(batch, routing)
         for i, span in zip(asking, spans, strict=True):
             first = int(np.searchsorted(rows, span[0]))
             of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers, picked(adapters, span))
@@ -324,7 +345,7 @@ class ModelRunner:
             drawn = self._sampler.sample(logits, of_rows, None if masks is None else masks.result())
             for i, one in zip(sampling.tolist(), drawn if masks is None else masks.explained(drawn), strict=True):
                 result[i] = one
-        return result, of_prompts
+        return result, of_prompts, {} if store is None else store.read(chunks, batch, result)
 
     def _prompt_logprobs(
         self,

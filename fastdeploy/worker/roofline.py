@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fastdeploy.core.roofline import Machine, StepRoofline
+from fastdeploy.core.roofline import ExpertsCost, Machine, StepRoofline
+from fastdeploy.model_executor.models.experts import Mixture, of_experts
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
@@ -20,10 +21,10 @@ TYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def measure_machine(ops: Ops, weights: Sequence[PackedLinear], quantization: str | None) -> Machine | None:
-    """Read ``weights`` with all threads, and multiply in registers. None without the C++ ops or AVX-512. Small weights
-    stay in the caches, and are then read faster than memory. The peak is of bfloat16: float32 and int8 have none."""
+    """Read ``weights`` with all threads, and multiply in registers. None without the C++ ops. Small weights stay in the
+    caches, and are then read faster than memory. The peak is of bfloat16: float32 and int8 have none."""
     nbytes = sum(weight.nbytes // LINE_BYTES * LINE_BYTES for weight in weights)
-    if not isinstance(ops, CpuOps) or ops.isa == "avx2" or not nbytes:
+    if not isinstance(ops, CpuOps) or not nbytes:
         return None
 
     def read() -> None:
@@ -57,7 +58,12 @@ def _fastest_s(call: Callable[[], object]) -> float:
 
 def step_roofline(model: Model, machine: Machine, token_bytes: int) -> StepRoofline:
     """Return the roofline of the decode steps of ``model``. token_bytes: KV of one token in all layers."""
-    *of_layers, head = model.adaptable
-    parameters = sum(sum(one.rows) * one.columns for one in (*of_layers, head))
+    head = model.adaptable[-1]
+    linears = [one for one in model.parameters if not one.is_vector and one.key not in ("embedding", head.key)]
+    experts = [one for one in linears if of_experts(one)]
+    in_experts = sum(sum(one.rows) * one.columns for one in experts)
+    parameters = sum(sum(one.rows) * one.columns for one in (*linears, head)) - in_experts
     bytes_each = 1 if model.quantization else TYPE_BYTES[model.ops.dtype]
-    return StepRoofline(machine, parameters, parameters * bytes_each, token_bytes)
+    mixture: Mixture | None = getattr(model.config, "mixture", None)
+    cost = mixture and ExpertsCost(mixture.experts, mixture.top_k, in_experts, in_experts * bytes_each)
+    return StepRoofline(machine, parameters, parameters * bytes_each, token_bytes, cost)

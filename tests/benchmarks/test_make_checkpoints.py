@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from benchmarks import make_adapters, make_model
 from benchmarks.lib.roofline import Shape
 from benchmarks.lib.tensors import RandomTensor, perturbed_copy, to_bfloat16, write_random_tensors
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.model_executor.models import build_model, parse_config
+from fastdeploy.model_executor.ops.reference import ReferenceOps
 
 Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
 
@@ -53,6 +56,21 @@ def test_the_shapes_have_as_many_parameters_as_qwen2_5(shape: str, count: int, k
     assert sum(map(math.prod, sizes.values())) == count
     assert "lm_head.weight" not in sizes
     assert sizes["model.layers.0.self_attn.k_proj.weight"] == (kv_rows, config["hidden_size"])
+
+
+def test_a_mixture_has_the_tensors_and_the_sizes_of_qwen3_moe(tmp_path: Path):
+    config = make_model.config_of("moe")
+    sizes = {tensor.name: tensor.shape for tensor in make_model.tensors(config)}
+    expert, embedding = 3 * 1024 * 384, 32768 * 1024
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = Shape.of(tmp_path)
+    assert shape.step_bytes(1) == 2 * (shape.layer_parameters + embedding) == 635_961_344
+    norms = 20 * 2 * (1024 + 128) + 1024
+    every = shape.layer_parameters + 20 * 56 * expert + 2 * embedding + norms
+    assert sum(map(math.prod, sizes.values())) == every == 1_672_787_968
+    assert sizes["model.layers.19.mlp.experts.63.down_proj.weight"] == (1024, 384)
+    model = build_model(parse_config(config), ReferenceOps("bfloat16"), 128)
+    assert sizes == {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
 
 
 def test_the_tokenizer_is_byte_level(tmp_path: Path):

@@ -21,7 +21,7 @@ from fastdeploy.engine.updates.weight_session import WeightSession
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.scheduler.queue import Gate
 from support.drafters import adversary, coming_tokens
-from support.fake_runner import FakeRunner, fingerprint_of, nothing
+from support.fake_runner import EXPERTS, FakeRunner, fingerprint_of, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
 from support.publications import Publication
@@ -42,7 +42,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.start_engine()
 
     def start_engine(self, lost_commit: bool = False) -> None:
-        runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
+        runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13, experts=EXPERTS)
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_waiting": 20, "adapter_memory_mb": 2}
         drafter = adversary(functools.partial(coming_tokens, runner), runner.info.vocab_size)
         self.h = Harness(runner, drafter=drafter, lost_commit=lost_commit, **limits)

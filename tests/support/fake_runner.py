@@ -1,7 +1,8 @@
 """A runner without a model, with simulated blocks of KV.
 
 A step whose KV is not, slot by slot, that of its sequence fails. The next token is a hash of the sequence and of the
-weights, so a test can compute an undisturbed run with :func:`expected_tokens`.
+weights, so a test can compute an undisturbed run with :func:`expected_tokens`. So is the row of each token, which tells
+the experts that computed the token, see :func:`row_of`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.files import new_file
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
@@ -24,6 +28,9 @@ from fastdeploy.core.weight_source import PLAIN, FileSource, PartFormat, SharedM
 
 EOS = 0
 MIB = 1 << 20
+
+
+EXPERTS = ExpertsInfo(layers=(1, 3), num_layers=4, num_experts=8, top_k=2)
 
 
 def nothing() -> None: ...
@@ -35,6 +42,7 @@ class Slot(NamedTuple):
     weights: int
     adapter: int  # number of the packed adapter
     context: int  # checksum of the tokens before it
+    row: bytes
 
 
 @dataclass
@@ -67,6 +75,19 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
     for _ in range(count):
         tokens.append(next_token(tokens, weights, vocab, adapter=adapter))
     return tokens[len(prompt) :]
+
+
+def row_of(token_ids: list[int], info: ExpertsInfo, weights: int = 0, adapter: int = 0) -> bytes:
+    """Return the row of the last of ``token_ids`` in the model with these weights, and with an adapter "a<k>"."""
+    seed = zlib.crc32(repr(("row", weights, adapter, *token_ids)).encode())
+    ids = [(seed >> i) % info.num_experts for i in range(info.row_ids)]
+    return np.array(ids, info.dtype).tobytes()
+
+
+def expected_rows(token_ids: list[int], info: ExpertsInfo, start: int = 0, weights: int = 0) -> bytes:
+    """Return the rows of all of ``token_ids`` but the last, from position ``start`` on."""
+    ends = range(start + 1, len(token_ids))
+    return b"".join(row_of(token_ids[:end], info, weights) for end in ends)
 
 
 def fingerprint_of(weights: int) -> str:
@@ -220,6 +241,7 @@ class FakeRunner:
     wake fail. moves: of sleeping weights, in order. refreshes: completed calls of refresh_standby.
     faults: wrong calls on the staging thread, where an assertion would only be logged.
     adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
+    experts: of a Mixture of Experts, whose routing the runner keeps.
     """
 
     def __init__(
@@ -229,8 +251,12 @@ class FakeRunner:
         max_model_len: int = 128,
         vocab: int = 1000,
         quantization: str | None = None,
+        experts: ExpertsInfo | None = None,
     ):
-        self.info = ModelInfo("fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size, quantization)
+        self.info = ModelInfo(
+            "fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size, quantization,
+            experts=experts, routed_experts=experts is not None,
+        )  # fmt: skip
         self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.weights = 0
         self.plans: list[StepPlan] = []
@@ -289,7 +315,9 @@ class FakeRunner:
         steps = list(zip(plan.chunks, sequences, strict=True))
         sampled = [self._run(chunk, known) for chunk, known in steps]
         of_prompts = {i: self._prompt_logprobs(*step) for i, step in enumerate(steps) if step[0].prompt_logprobs}
-        return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
+        asking = [i for i, chunk in enumerate(plan.chunks) if chunk.routed_from >= 0]
+        routed = {i: self._rows(*steps[i], drawn) for i in asking if isinstance(drawn := sampled[i], Sampled)}
+        return StepResult(plan.step_id, sampled, self.step_s, of_prompts, routed)
 
     def _take(self, chunk: ScheduledChunk) -> Known:
         if chunk.new is not None:
@@ -329,7 +357,9 @@ class FakeRunner:
             assert slot.adapter in adapters, f"{key}: KV of another adapter at {position}"
         for position in range(chunk.start, end):
             context = zlib.crc32(repr(tokens[:position]).encode())
-            slot = Slot(tokens[position], position, self.weights, number, context)
+            slot = Slot(
+                tokens[position], position, self.weights, number, context, self._row(tokens[: position + 1], number)
+            )
             self.slots[blocks[position // size]][position % size] = slot
         self.computed_tokens += chunk.count
         assert chunk.sample == (end == len(tokens))
@@ -341,10 +371,23 @@ class FakeRunner:
             self._end[key] = end - chunk.drafted + len(drawn.token_ids) - 1
         return drawn
 
+    def _row(self, token_ids: list[int], number: int) -> bytes:
+        info = self.info.experts
+        return b"" if info is None else row_of(token_ids, info, self.weights, self._content(number))
+
+    def _rows(self, chunk: ScheduledChunk, known: Known, drawn: Sampled) -> bytes:
+        """Return the rows that a chunk asks for, which are kept beside the KV."""
+        assert chunk.sample and self.info.routed_experts
+        size, end = self.info.block_size, chunk.start + chunk.num_known + len(drawn.token_ids) - 1
+        slots = [self.slots[known.blocks[p // size]][p % size] for p in range(chunk.routed_from, end)]
+        return b"".join([slot.row for slot in slots])
+
+    def _content(self, number: int) -> int:
+        return self.adapters[number].content if number else 0
+
     def _draw(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite:
         """Draw the next token, and those behind drafts that are right."""
-        end, number = chunk.start + chunk.count, chunk.served.adapter
-        content = self.adapters[number].content if number else 0
+        end, content = chunk.start + chunk.count, self._content(chunk.served.adapter)
         drawn: list[int] = []
         for at in range(end - chunk.drafted, end + 1):
             so_far = known.tokens[:at]

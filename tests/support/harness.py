@@ -66,6 +66,7 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []
         self.spans: list[Span] = []
+        self.routed = b""
         self.finals: list[m.Output] = []
 
     @property
@@ -263,6 +264,7 @@ class Harness:
                 stream.tokens += output.token_ids
                 stream.logprobs += output.logprobs
                 stream.spans += output.spans
+                stream.routed += output.routed
                 if output.finish_reason is not None:
                     stream.finals.append(output)
         return stream

@@ -29,6 +29,7 @@ SAMPLING = st.builds(
     seed=st.integers(0, 3),
     stop_token_ids=st.sampled_from([(), (), (3,), (0,)]),
     logprobs=st.sampled_from([None, None, 0]),
+    routed_experts=st.booleans(),
 ).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
 ADAPTERS = ("t", "u", "v")  # of which two fit into the memory for adapters
 MODELS = st.sampled_from(["", "", "t", "t", "u", "v"])

@@ -12,7 +12,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
 from support.adapter_book import AdapterBook
-from support.fake_runner import EOS, next_token
+from support.fake_runner import EOS, next_token, row_of
 from support.harness import Harness
 
 
@@ -28,6 +28,7 @@ class Expected:
     began_with: tuple[int, int]
     tokens: list[int] = field(default_factory=list)
     epochs: list[tuple[int, int]] = field(default_factory=list)  # (weight_epoch, adapter_epoch) of each token
+    num_rows: int = 0  # that its client has, see core/experts.py
     reason: str | None = None
     closing: bool = False
     closed: bool = False
@@ -145,6 +146,7 @@ class Witness:
             assert [x.logprob for x in output.logprobs] == [-float(t) for t in output.token_ids], where
         for token, span in zip(output.token_ids, spans, strict=True):
             self._token(stream, token, span, where)
+        self._rows(stream, output.routed, where)
         self._end(stream, output, where)
         return len(output.token_ids)
 
@@ -171,6 +173,34 @@ class Witness:
         stream.tokens.append(token)
         stream.epochs.append(epochs)
         self.num_tokens[stream.add.adapter] += 1
+
+    def _rows(self, stream: Expected, routed: bytes, where: str) -> None:
+        """Expect the rows of all tokens before the last one, once each, as the token behind them was sampled with."""
+        add, info = stream.add, self.h.runner.info.experts
+        if not add.sampling.routed_experts or not stream.tokens:
+            assert not routed, f"{where}: rows that nobody has asked for"
+            return
+        known = add.prompt_token_ids + stream.tokens
+        first = add.sampling.routed_experts_start + stream.num_rows
+        assert len(routed) == (len(known) - 1 - first) * info.row_bytes, f"{where}: rows are missing, or come twice"
+        for i, position in enumerate(range(first, len(known) - 1)):
+            row = routed[i * info.row_bytes : (i + 1) * info.row_bytes]
+            sampled = max(position + 1 - len(add.prompt_token_ids), 0)  # a token with the KV of this position
+            # Only the KV of a prompt may be older: it was computed since the request came.
+            since = stream.epochs[sampled] if position >= len(add.prompt_token_ids) else stream.began_with
+            models = self._models(add.adapter, since, stream.epochs[sampled])
+            possible = [row_of(known[: position + 1], info, *model) for model in models]
+            assert row in possible, f"{where}: a wrong row at position {position}"
+        stream.num_rows += len(known) - 1 - first
+
+    def _models(self, adapter: str, since: tuple[int, int], until: tuple[int, int]) -> set[tuple[int, int]]:
+        """Return the weights and the contents of the adapter that served between two pairs of epochs."""
+        weights = {w for epoch, w in self.weights.items() if since[0] <= epoch <= until[0]}
+        contents = {
+            content for (name, epoch), (content, _) in self.book.loaded.items()
+            if name == adapter and since[1] <= epoch <= until[1]
+        }  # fmt: skip
+        return {(w, content) for w in weights for content in (contents if adapter else {0})}
 
     def _end(self, stream: Expected, output: m.Output, where: str) -> None:
         last = stream.tokens[-1] if output.token_ids else None

@@ -1,4 +1,4 @@
-// Measurements of the machine's limits for benchmarks/ops.py, and parts of the kernels for their tests.
+// The rate of AMX tiles with all operands in registers, for benchmarks/ops.py, and parts of the kernels for their tests.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -8,22 +8,6 @@
 
 namespace fd {
 namespace amx {
-
-double probe_read(const void* data, int64_t bytes) {
-  constexpr int64_t kAhead = 8192;
-  const char* base = static_cast<const char*>(data);
-  int64_t total = 0;
-  parallel_for(bytes >> 16, 16, [&](int64_t begin, int64_t end) {
-    __m512i sum = _mm512_setzero_si512();
-    for (const char* p = base + (begin << 16); p < base + (end << 16); p += 128) {
-      _mm_prefetch(p + kAhead, _MM_HINT_T1);
-      _mm_prefetch(p + kAhead + 64, _MM_HINT_T1);
-      sum = _mm512_xor_si512(sum, _mm512_xor_si512(_mm512_load_si512(p), _mm512_load_si512(p + 64)));
-    }
-    __atomic_fetch_add(&total, _mm512_reduce_add_epi64(sum), __ATOMIC_RELAXED);
-  });
-  return static_cast<double>(total);
-}
 
 int64_t probe_peak(int64_t rounds) {
   constexpr int64_t kTasks = 64;

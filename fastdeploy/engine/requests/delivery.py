@@ -213,6 +213,7 @@ def _output(request: Request, new: NewTokens | None) -> Output:
         cached_tokens=request.cached_tokens if new is None or new.first else 0,
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,
+        routed=new.routed if new else b"",
     )
 
 

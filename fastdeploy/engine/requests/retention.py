@@ -53,6 +53,7 @@ class ChoiceRecord:
     spans: list[Span] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     cached_tokens: int = 0
+    routed: bytearray = field(default_factory=bytearray)
     final: Output | None = None
 
     def add(self, output: Output) -> None:
@@ -61,6 +62,7 @@ class ChoiceRecord:
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.cached_tokens = self.cached_tokens or output.cached_tokens
+        self.routed += output.routed
         merge_spans(self.spans, output.spans)
         if output.finish_reason is not None:
             self.final = output
@@ -76,6 +78,7 @@ class ChoiceRecord:
             spans=list(self.spans),
             prompt_logprobs=list(self.prompt_logprobs),
             cached_tokens=self.cached_tokens,
+            routed=bytes(self.routed),
         )
         final = self.final
         if final is None:
@@ -332,7 +335,8 @@ class Retention:
 
 def _nbytes(output: Output) -> int:
     logprobs = [*output.logprobs, *output.prompt_logprobs]
-    return len(output.token_ids) * TOKEN_BYTES + sum(LOGPROB_BYTES + x.nbytes for x in logprobs)
+    of_tokens = len(output.token_ids) * TOKEN_BYTES + len(output.routed)
+    return of_tokens + sum(LOGPROB_BYTES + x.nbytes for x in logprobs)
 
 
 def check_retainable(add: AddRequest) -> None:

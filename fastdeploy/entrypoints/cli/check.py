@@ -73,7 +73,7 @@ def show(found: Preview, warnings: list[str], settings: list[tuple[str, Any, str
     if found.speed:
         console.print(_table("Speed, at most", ("", "", ""), speed_rows(found.speed), numbers=(1,)))
     elif found.model:
-        console.print("Speed: not known. These ops cannot measure the machine, which takes AVX-512 and the C++ ops.\n")
+        console.print("Speed: not known. These ops cannot measure the machine, which takes the C++ ops.\n")
     console.print(_table("Settings", ("name", "value", "from"), [(n, _shown(v), s) for n, v, s in settings]))
     for warning in warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.interface import MAX_GROUPS, OWN_CHOICE, Block, ExpertsBlock, RouterScore, RouterSpec
 from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, as_vector, linear, vector
 
+GATE_UP, DOWN = "experts_gate_up", "experts_down"  # the ends of the keys of parameters
 MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
 
 
@@ -56,6 +58,19 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
     return mixture
 
 
+def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:
+    """Return the experts layers of a config with a field ``mixture``; None for a dense model."""
+    mixture: Mixture | None = getattr(config, "mixture", None)
+    if mixture is None:
+        return None
+    return ExpertsInfo(mixture.layers, config.num_hidden_layers, mixture.experts, mixture.top_k)
+
+
+def of_experts(parameter: Parameter) -> bool:
+    """Return whether a parameter contains the experts that a router chooses from."""
+    return parameter.key.endswith(("." + GATE_UP, "." + DOWN))
+
+
 @dataclass(frozen=True)
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
@@ -80,8 +95,8 @@ class Experts:
         found = [
             vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
             linear(key + "router", {mlp + self.router: of.experts}, hidden, use=Use.EXACT),
-            linear(key + "experts_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
-            linear(key + "experts_down", down, of.inner, self.biases, Use.QUANTIZED),
+            linear(key + GATE_UP, gate_up, hidden, self.biases, Use.QUANTIZED),
+            linear(key + DOWN, down, of.inner, self.biases, Use.QUANTIZED),
         ]
         if self.bias:
             found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
@@ -115,8 +130,8 @@ class Experts:
             norm_eps=self.config.rms_norm_eps,
             router=as_linear(values[key + "router"]),
             routing=spec,
-            gate_up=as_linear(values[key + "experts_gate_up"]),
-            down=as_linear(values[key + "experts_down"]),
+            gate_up=as_linear(values[key + GATE_UP]),
+            down=as_linear(values[key + DOWN]),
             shared_gate_up=as_linear(values[key + "shared_gate_up"]) if of.shared_inner else None,
             shared_down=as_linear(values[key + "shared_down"]) if of.shared_inner else None,
         )

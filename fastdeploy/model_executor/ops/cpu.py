@@ -123,9 +123,8 @@ class CpuOps:
         self._lib.fd_free_scratch()
 
     def probe_read(self, weight: PackedLinear) -> None:
-        """Read the whole weight once, on all threads, at the speed of a plain reader. Needs AVX-512."""
-        assert self.isa != "avx2"
-        self._lib.fd_probe_read(handle_of(weight))
+        """Read the whole weight once, on all threads, at the speed of a plain reader."""
+        self._check(self._lib.fd_probe_read(handle_of(weight)))
 
     def probe_peak(self, rounds: int) -> int:
         """Multiply bfloat16 in registers (AMX tiles, or VDPBF16PS), on all threads. Returns the number of

@@ -12,7 +12,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -73,7 +73,7 @@ SIGNATURES = {
     "fd_attention_tasks": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_sample": (c_int, [c_void_p, c_int64, c_int64, *[c_void_p] * 9]),
     "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p]),
-    "fd_probe_read": (c_double, [c_void_p]),
+    "fd_probe_read": (c_int, [c_void_p]),
     "fd_probe_peak": (c_int64, [c_int64]),
     "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
     "fd_probe_silu": (None, [c_void_p, c_int64, c_void_p]),

@@ -16,8 +16,10 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model
-from fastdeploy.rl.scoring.decoder import Decoder, Leaf, gradients_of, leaf_of
+from fastdeploy.model_executor.parameters import Value
+from fastdeploy.rl.scoring.decoder import Decoder
 from fastdeploy.rl.scoring.distribution import Distribution
+from fastdeploy.rl.scoring.leaves import gradients_of, leaf_of
 from fastdeploy.rl.scoring.samples import Sample
 
 LOGITS = 1 << 22  # logits that are in memory at once
@@ -29,8 +31,8 @@ class Backward:
     """The computation of gradients. max_tokens: of one micro-batch with its padding, unless a single sample is
     longer."""
 
-    def __init__(self, model: Model, decoder: Decoder, max_tokens: int):
-        self._model, self._decoder, self._max_tokens = model, decoder, max_tokens
+    def __init__(self, model: Model, max_tokens: int):
+        self._model, self._decoder, self._max_tokens = model, Decoder(model), max_tokens
 
     def gradients(
         self, rounded: Mapping[str, paddle.Tensor], samples: Sequence[Sample], over: Distribution, upstream: np.ndarray
@@ -50,19 +52,20 @@ class Backward:
             return found
 
     def _add_batch(
-        self, leaves: Mapping[str, Leaf], batch: Sequence[Sample], over: Distribution, upstream: np.ndarray
+        self, leaves: Mapping[str, Value], batch: Sequence[Sample], over: Distribution, upstream: np.ndarray
     ) -> None:
         """Add the gradients of one micro-batch to those that the leaves have collected. The logits are computed in
         slices, since those of a large vocabulary take more memory than the rest."""
+        weights = self._model.assemble(leaves)
         ids, rows, targets = padded(batch)
         places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
         wanted = upstream[places]
-        hidden = F.embedding(paddle.to_tensor(rows), self._decoder.hidden(leaves, paddle.to_tensor(ids)))
+        hidden = self._decoder.hidden(weights, paddle.to_tensor(ids), paddle.to_tensor(rows))
         scored = hidden.detach()
         scored.stop_gradient = False
         step = max(1, LOGITS // self._model.config.vocab_size)
         for at in range(0, len(rows), step):
-            logits = self._decoder.logits(leaves, scored[at : at + step])
+            logits = self._decoder.logits(weights, scored[at : at + step])
             if over.temperature not in (0.0, 1.0):
                 logits = logits / over.temperature
             logits = over.masked(logits, places[at : at + step], EXCLUDED)

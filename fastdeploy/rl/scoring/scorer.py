@@ -28,7 +28,6 @@ from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Sta
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
 from fastdeploy.rl.scoring.backward import Backward
-from fastdeploy.rl.scoring.decoder import Decoder
 from fastdeploy.rl.scoring.distribution import Distribution, SamplingMasks, checked_masks
 from fastdeploy.rl.scoring.samples import Ids, Sample, checked_samples
 from fastdeploy.worker.part_reading import refusal
@@ -253,7 +252,7 @@ class Scorer:
         self._packer = Packer(self._model)
         self._forward = EngineForward(self._model, FORWARD_TOKENS)
         self.refresh()
-        self._backward = Backward(self._model, Decoder(self._model, self._snapshot.packed), max_tokens)
+        self._backward = Backward(self._model, max_tokens)
 
     def refresh(self) -> None:
         """Round and pack the parameters as they are now, for ``logprobs`` and ``state``. Call it after each step of an

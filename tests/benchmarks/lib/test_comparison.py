@@ -51,15 +51,17 @@ def test_the_roofline_is_that_of_the_machine_as_probed_in_this_run():
     assert cells(compared(("ours", runs), probes=slower), 0)["of the roofline"] == "100% of least time"
 
 
-def test_without_a_probe_only_the_roofline_is_missing():
-    found = compared(("ours", [figures(30)]), probes=())
-    assert cells(found, 0)["of the roofline"] == "-" and cells(found, 0)["tok/s"] == "30.0"
-    assert "no roofline" in machine_line(())
+def test_the_probes_are_described_by_their_median_and_range():
+    text = machine_line([Machine(1e9, None), Machine(4e9, 3e12), Machine(2e9, 1e12)])
+    assert "reads 2.0 GB/s (1.0 to 4.0) and multiplies 2.00 TFLOP/s in bfloat16 (1.00 to 3.00)" in text
+    assert "multiplies" not in machine_line([Machine(1e9, None)])
 
 
 def test_a_figure_that_a_load_does_not_have_is_a_dash():
     runs = (Figures(2.0, 10, 5.0),)
-    found = LoadComparison(Groups("groups", 4, 8, 8, 8), (EngineRuns("ours", runs), EngineRuns("peer", runs)), ())
+    found = LoadComparison(
+        Groups("groups", 4, 8, 8, 8), (EngineRuns("ours", runs), EngineRuns("peer", runs)), (MACHINE,)
+    )
     row = cells(found, 1)
     assert {row[name] for name in ("ms per token", "p50", "sooner", "in the engine")} == {"-"}
     assert row["ratio"] == "1.00"
@@ -85,7 +87,20 @@ MACHINE = Machine(read=1000.0, peak=10_000.0)
 
 def test_a_decode_step_reads_the_linears_and_the_head_in_two_bytes_each():
     assert SMALL.layer_parameters == 288
-    assert SMALL.step_bytes == 2 * (288 + 40)
+    assert SMALL.step_bytes(1) == SMALL.step_bytes(8) == 2 * (288 + 40)
+
+
+# As SMALL, but 4 experts of the same width, 2 for each token. Per layer: attention 48, router 16, an expert 96.
+MIXTURE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10, experts=4, top_k=2)
+
+
+def test_a_decode_step_of_a_mixture_reads_each_expert_that_a_token_chose_once():
+    rest = 2 * (48 + 16) + 40
+    assert MIXTURE.step_bytes(1) == 2 * (rest + 2 * 2 * 96)
+    assert MIXTURE.step_bytes(2) == 2 * (rest + 2 * 3 * 96)  # each is not chosen with the probability 1/4
+    assert MIXTURE.step_bytes(100) == 2 * (rest + 2 * 4 * 96)
+    assert MIXTURE.step_operations(20) == 2 * 20 * (rest + 2 * 2 * 96)
+    assert MIXTURE.layer_parameters == 2 * (48 + 16 + 2 * 96)
 
 
 def test_a_prefill_multiplies_every_token_and_attends_to_half_of_all_pairs():
@@ -134,7 +149,6 @@ def test_the_shape_is_that_of_config_json(tmp_path: Path, config: dict, head_dim
 
 def test_the_machine_is_the_median_of_its_probes():
     assert middle([Machine(1, 30), Machine(3, 20), Machine(2, 10)]) == Machine(2, 20)
-    assert middle([]) is None
 
 
 def test_the_kv_of_a_token_is_its_keys_and_values_in_all_layers():
