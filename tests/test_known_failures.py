@@ -176,6 +176,11 @@ also have tests with real processes in tests/e2e.
 60. A broken tool call was lost, became another call, or made the reply an error.
     tests/client/chat_format/test_chat_parser.py::test_a_broken_call_is_content_that_is_flagged
     tests/http/openai/test_chat_tools.py::test_a_broken_call_is_content_with_a_flag
+61. Each part of a sync put back the experts that it did not have. After the first sync a mixture of experts wrote nonsense.
+    tests/worker/test_mixture_updates.py::test_experts_that_arrive_in_parts_are_those_that_were_sent_in_each_sync
+    tests/worker/test_mixture_updates.py::test_a_partial_update_changes_the_experts_that_it_has_and_no_other
+    tests/worker/test_mixture_updates.py::test_a_full_update_without_an_expert_names_it_and_changes_nothing
+    tests/worker/test_mixture_updates.py::test_deltas_of_experts_make_the_weights_of_the_trainer_in_turn
 """  # noqa: E501
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
@@ -23,15 +23,22 @@ from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
 from fastdeploy.model_executor.ops.interface import View
 from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, refuse_tensor
 
-QKV, UP_GATE = "self_attn.qkv_proj.", "mlp.up_gate_proj."
-PARTS = {QKV: [f"self_attn.{x}_proj." for x in "qkv"], UP_GATE: ["mlp.gate_proj.", "mlp.up_proj."]}
+QKV, UP_GATE, GATE_UP = ".qkv_proj.", ".up_gate_proj.", ".gate_up_proj."
+PARTS = {QKV: [f".{x}_proj." for x in "qkv"], UP_GATE: [".gate_proj.", ".up_proj."]}
 # What the models of FastDeploy name in another way: their modules, and the decoder.
 MODULES = {"embed_tokens.embeddings": "embed_tokens", "lm_head.linear": "lm_head", "qk_norm.q_norm": "q_norm",
            "qk_norm.k_norm": "k_norm"}  # fmt: skip
 RENAMED = (
     (re.compile(r"^(ernie|qwen2|llama)\."), "model."),
     *((re.compile(rf"(^|\.){re.escape(theirs)}\."), rf"\1{ours}.") for theirs, ours in MODULES.items()),
+    (re.compile(r"\.mlp\.experts\.gate_correction_bias$"), ".mlp.moe_statics.e_score_correction_bias"),
 )
+# All experts of a layer in one tensor, whose first dimension is the expert: in a model of FastDeploy and in one of
+# transformers. The modules of transformers have a name more before that of ERNIE's bias.
+STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<linear>\w+_proj)(?P<paddle>_weight)?")
+IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
+ROUTER, ROUTER_BIAS = ".mlp.gate.weight", "e_score_correction_bias"
+MAX_EXPERTS = 1 << 16  # of a layer
 DTYPE_SINCE = (4, 56)  # from this version on transformers writes the key "dtype", as Paddle does
 
 
@@ -53,17 +60,24 @@ class _Part(NamedTuple):
 
 
 def describe(reader: SafetensorsReader, model: Model, declared: str = AUTO) -> None:
-    """Replace the entries of ``reader`` by those of the Hugging Face layout, and check their names, shapes and types.
-    declared: the layout, or AUTO: what the source says of itself. Raises WeightUpdateRefused, which names the tensor
-    as it is stored."""
+    """Replace the entries of ``reader`` by those of the Hugging Face layout, without those that the model ignores, and
+    check their names, shapes and types. declared: the layout, or AUTO: what the source says of itself. Raises
+    WeightUpdateRefused, which names the tensor as it is stored."""
     layout = find_layout(reader, declared)
     shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
     shapes |= {alias: shapes[name] for alias, name in model.aliases.items()}
     if layout.name == HUGGINGFACE:
+        reader.entries = dict(_of_transformers(reader.entries, shapes))
         _refuse_paddles(reader.entries, shapes, layout)
     else:
         reader.entries = dict(_described(reader.entries, shapes, model.config, layout))
+    drop_ignored(reader, model)
     reader.check(shapes)
+
+
+def drop_ignored(reader: SafetensorsReader, model: Model) -> None:
+    """Forget the tensors that the model ignores."""
+    reader.entries = {name: entry for name, entry in reader.entries.items() if not name.startswith(model.ignored)}
 
 
 def find_layout(reader: SafetensorsReader, declared: str = AUTO) -> Layout:
@@ -98,27 +112,70 @@ def _wrote_dtype(version: Any) -> bool:
     return found is None or (int(found[1]), int(found[2])) >= DTYPE_SINCE
 
 
+def _of_transformers(stored: Mapping[str, TensorEntry], shapes: Container[str]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each tensor as a checkpoint has it. A model of transformers stacks experts, gate_up_proj
+    [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner], and has another name for ERNIE's bias."""
+    origins: dict[str, str] = {}
+    for stored_name, stored_entry in stored.items():
+        renamed = stored_name.replace(*IN_TRANSFORMERS)
+        for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry):
+            for one, part in _gate_and_up(name, entry):
+                if one in origins:
+                    raise _refuse_twice(stored_name, entry, origins[one])
+                origins[one] = stored_name
+                yield one, part
+
+
+def _gate_and_up(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of gate and up of an expert that has both in one tensor; any other tensor as it is."""
+    if ".mlp.experts." not in name or GATE_UP not in name or len(entry.shape) != 2 or entry.shape[0] % 2:
+        yield name, entry
+        return
+    half = entry._replace(shape=(entry.shape[0] // 2, entry.shape[1]), nbytes=entry.nbytes // 2)
+    for number, part in enumerate(PARTS[UP_GATE]):
+        yield name.replace(GATE_UP, part), half._replace(offset=entry.offset + number * half.nbytes)
+
+
+def _unstacked(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each expert of a tensor that stacks experts; any other tensor as it is."""
+    found = STACKED.fullmatch(name)
+    if found is None or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
+        yield name, entry
+        return
+    nbytes = entry.nbytes // entry.shape[0]
+    for expert in range(entry.shape[0]):
+        one = entry._replace(shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
+        yield f"{found['experts']}{expert}.{found['linear']}.weight", one
+
+
 def _described(
     stored: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout
 ) -> Iterator[tuple[str, TensorEntry]]:
     """Yield name and entry of each tensor in the Hugging Face layout."""
     origins: dict[str, str] = {}
-    for stored_name, entry in stored.items():
-        name = stored_name
-        for pattern, new in RENAMED:
-            name = pattern.sub(new, name)
-        entry = _with_bfloat16(stored_name, entry)
+    for stored_name, name, entry in _renamed(stored):
         parts = list(_parts(name, shapes, config, layout))
         _check_stored(stored_name, name, entry, parts, shapes, layout)
         for part in parts:
             if part.name in origins:
-                raise refuse_tensor(stored_name, f"of {entry.file} has the values of {origins[part.name]}, too")
+                raise _refuse_twice(stored_name, entry, origins[part.name])
             origins[part.name] = stored_name
             shape = shapes.get(part.name)
             if shape is not None and not _is_kept(name, entry, shape, layout):
                 yield part.name, _viewed(entry, part, shape)
             else:
-                yield part.name, entry
+                yield part.name, entry if shape is None else entry._replace(shape=shape)
+
+
+def _renamed(stored: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str, TensorEntry]]:
+    """Yield the stored name of each tensor, its name in a Paddle checkpoint, and its entry. Experts that are stacked
+    are one tensor each."""
+    for stored_name, stored_entry in stored.items():
+        renamed = stored_name
+        for pattern, new in RENAMED:
+            renamed = pattern.sub(new, renamed)
+        for name, entry in _unstacked(renamed, _with_bfloat16(stored_name, stored_entry)):
+            yield stored_name, name, entry
 
 
 def _parts(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout) -> Iterator[_Part]:
@@ -148,14 +205,20 @@ def _check_stored(
     shape = shapes.get(parts[0].name)
     if shape is None:
         return
-    if len(shape) == 1:
-        expected: list[tuple[int, ...]] = [(sum(part.size for part in parts),)]
+    if name.endswith(ROUTER_BIAS):
+        expected: list[tuple[int, ...]] = [shape, (1, shape[-1])]  # FastDeploy's models have it as [1, experts]
+    elif len(shape) == 1:
+        expected = [(sum(part.size for part in parts),)]
     elif name == EMBEDDING:
         expected = [shape]
     else:
         expected = [(shape[1], sum(part.size for part in parts))]
-        if name == LM_HEAD:
-            expected += [shape]  # PaddleFormers keeps it as [vocabulary, hidden], FastDeploy as [hidden, vocabulary]
+        if name == LM_HEAD or name.endswith(ROUTER):
+            # PaddleFormers keeps the head as [vocabulary, hidden], FastDeploy as [hidden, vocabulary]. The router is
+            # [hidden, experts] in both, but [experts, hidden] in PaddleFormers' GLM and DeepSeek.
+            expected += [shape]
+        if name.endswith(ROUTER) and shape[0] == shape[1]:
+            raise refuse_tensor(stored_name, f"of {entry.file} is square: it may be [hidden, experts] or the reverse")
     if entry.shape not in expected:
         wanted = " or ".join(str(list(one)) for one in expected)
         raise _refuse_shape(stored_name, entry, wanted, layout)
@@ -163,8 +226,10 @@ def _check_stored(
 
 def _is_kept(name: str, entry: TensorEntry, shape: tuple[int, ...], layout: Layout) -> bool:
     """Return whether a stored tensor has the orientation of Hugging Face."""
+    if name.endswith(ROUTER):
+        return entry.shape == shape
     if name != LM_HEAD:
-        return name == EMBEDDING
+        return name == EMBEDDING or name.endswith(ROUTER_BIAS)
     return entry.shape == shape and (shape[0] != shape[1] or layout.name == PADDLEFORMERS)
 
 
@@ -196,6 +261,10 @@ def _refuse_paddles(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tup
             raise refuse_tensor(name, f"of {entry.file} {what}")
         if len(entry.shape) == 2 and entry.shape == shapes.get(name, ())[::-1] != shapes[name]:
             raise _refuse_shape(name, entry, str(list(shapes[name])), layout)
+
+
+def _refuse_twice(name: str, entry: TensorEntry, other: str) -> WeightUpdateRefused:
+    return refuse_tensor(name, f"of {entry.file} has the values of {other}, too")
 
 
 def _refuse_shape(name: str, entry: TensorEntry, expected: str, layout: Layout) -> WeightUpdateRefused:

@@ -22,7 +22,7 @@ from fastdeploy.model_executor.lora_config import (
 )
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import LoraPart, Ops, PackedAdapter, PackedLora
-from fastdeploy.model_executor.parameters import Parameter
+from fastdeploy.model_executor.parameters import Parameter, Use
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, refuse_file, refuse_tensor
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -105,9 +105,10 @@ def _modules_with_tensors(reader: SafetensorsReader) -> list[str]:
 
 def _modules(model: Model) -> Modules:
     linears = [_module(name) for parameter in model.adaptable for name in parameter.weights]
-    others = {_module(name) for parameter in model.parameters for name in parameter.weights} - set(linears)
+    fixed = {_module(name): one for one in model.parameters for name in one.weights if _module(name) not in linears}
+    experts = [name for name, one in fixed.items() if not one.is_vector and one.use is not Use.ADAPTED]
     output = model.adaptable[-1].weights[0]
-    return Modules(tuple(linears), _module(output), tuple(sorted(others)))
+    return Modules(tuple(linears), _module(output), tuple(sorted(fixed.keys() - experts)), tuple(experts))
 
 
 def _module(weight: str) -> str:

@@ -28,6 +28,10 @@ from fastdeploy.core.weight_source import ADAPTER_CONFIG
 from fastdeploy.model_executor import pattern_process
 
 ALL_LINEAR = "all-linear"
+NO_EXPERTS = (
+    "Adapters of experts, shared experts and routers are not supported; name the linears of attention "
+    "(q_proj, k_proj, v_proj, o_proj), or exclude the others with exclude_modules"
+)
 # Of the process that matches the expressions of a config. 900 of them with 900 names take about 0.15 s.
 MAX_CPU_S, TIMEOUT_S = 1, 20.0
 ANY_LAYER = r".*?\.[^.]*"
@@ -75,12 +79,15 @@ class LoraSetting(NamedTuple):
 
 
 class Modules(NamedTuple):
-    """The modules of a model, by their names in transformers. output: the one of ``linears`` that gives the logits.
-    others: modules with weights that no adapter can change."""
+    """The modules of a model, by their names in checkpoints. output: the one of ``linears`` that gives the logits.
+    others: modules with weights that no adapter can change. experts: those of them that are linears: experts, shared
+    experts and routers. PEFT finds them by these names, too, where transformers stacks all experts in one tensor
+    (peft/utils/transformers_weight_conversion.py), and counts them to all-linear."""
 
     linears: tuple[str, ...]
     output: str
     others: tuple[str, ...]
+    experts: tuple[str, ...] = ()
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -133,6 +140,9 @@ def read_lora_config(raw: Mapping[str, Any], modules: Modules, max_rank: int) ->
     accepted. Starts a process if the config has regular expressions; a config that was seen lately needs none."""
     fields = _read_fields(raw)
     hits = _hits(fields, modules)
+    for name in modules.experts:
+        if _is_target(name, fields, modules, hits):
+            raise refuse_field("target_modules", f"{name} is targeted: {NO_EXPERTS}")
     for name in modules.others:
         if _is_target(name, fields, modules, hits):
             raise refuse_field("target_modules", f"{name} is targeted, expected linear modules only")
@@ -161,7 +171,8 @@ def _read_fields(raw: Mapping[str, Any]) -> _Fields:
         if field in SUPPORTED:
             if not any(value == one and type(value) is type(one) for one in SUPPORTED[field]):
                 expected = " or ".join(json.dumps(one) for one in SUPPORTED[field])
-                raise refuse_field(field, f"{shown(value)} is not supported, expected {expected}")
+                why = f". {NO_EXPERTS}" if field == "target_parameters" else ""
+                raise refuse_field(field, f"{shown(value)} is not supported, expected {expected}{why}")
         elif field not in IGNORED and field not in _Fields.__struct_fields__:
             raise refuse_field(field, f"is not a known field, got {shown(value)}")
     given = {field: raw[field] for field in _Fields.__struct_fields__ if field in raw}
@@ -197,7 +208,7 @@ def _is_target(name: str, fields: _Fields, modules: Modules, hits: _Hits) -> boo
         return False
     if isinstance(target, str):
         if target.lower() == ALL_LINEAR:
-            return name in modules.linears and name != modules.output
+            return name != modules.output and (name in modules.linears or name in modules.experts)
         return name in hits["target_modules"]
     return name in target or (_is_named(name, target) and _in_chosen_layer(name, fields, hits["layers_pattern"]))
 
@@ -244,7 +255,7 @@ def _layer_patterns(fields: _Fields) -> tuple[str, ...]:
 
 def _hits(fields: _Fields, modules: Modules) -> _Hits:
     """Return the names that match. Raises WeightUpdateRefused."""
-    hits = _match(_patterns(fields), (*modules.linears, *modules.others))
+    hits = _match(_patterns(fields), (*modules.linears, *modules.experts, *modules.others))
     if isinstance(hits, _Refused):
         raise refuse_field(*hits)
     return hits

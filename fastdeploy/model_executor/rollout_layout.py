@@ -13,7 +13,7 @@ from fastdeploy.model_executor.parameters import Parameter
 # The name of FastDeploy's decoder in a model of this architecture; the others have "model", as in checkpoints.
 DECODERS = {"Qwen2ForCausalLM": "qwen2", "Ernie4_5ForCausalLM": "ernie", "Ernie4_5_ForCausalLM": "ernie"}
 CHECKPOINT_DECODER = "model"
-FUSED = {tuple(parts): fused.split(".")[1] for fused, parts in PARTS.items()}  # q, k and v -> qkv_proj
+FUSED = {tuple(parts): fused.strip(".") for fused, parts in PARTS.items()}  # q, k and v -> qkv_proj
 RENAMED = {ours: theirs for theirs, ours in MODULES.items()}
 # The names in a trainer of PaddleFormers, where they differ from FastDeploy's.
 TRAINED = {"embed_tokens.embeddings": "embed_tokens", "lm_head.linear": "lm_head", "up_gate_proj": "gate_up_fused_proj"}
@@ -83,7 +83,7 @@ def _tensor(
 ) -> FusedTensor:
     path, kind = in_decoder(names[0], decoder).rpartition(".")[::2]
     parent, dot, module = path.rpartition(".")
-    fused = tuple(".".join(name.split(".")[-3:-1]) + "." for name in names)
+    fused = tuple(f".{name.split('.')[-2]}." for name in names)
     here = FUSED[fused] if len(names) > 1 else RENAMED.get(module, module)
     kept: Sequence[str] = SAME_AS_TRAINED.get(decoder, ())
     there = here if here in kept else TRAINED.get(here, here)

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import paddle
 
@@ -15,7 +16,7 @@ from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import AdapterInfo, PartReceipt, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
-from fastdeploy.model_executor.checkpoint_layout import describe
+from fastdeploy.model_executor.checkpoint_layout import describe, drop_ignored
 from fastdeploy.model_executor.lora import read_adapter
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import DeltaItem, PackedAdapter, StageItem
@@ -164,9 +165,11 @@ class WeightStaging:
     ) -> PartReceipt:
         """See ``Staging.add``. checksums: of the bytes in the source, so of a payload as it was sent. Payloads need a
         base."""
+        form = msgspec.structs.replace(form, fingerprints=self._used(form.fingerprints))
         with self._guard.working(), open_source(source, self._roots) as reader:
+            drop_ignored(reader, self._model)
             eos = self._check(reader, form)
-            expected = expected_checksums(reader, checksums, verify_checksum)
+            expected = expected_checksums(reader, self._used(checksums), verify_checksum)
             if form.is_plain:
                 self._stage(reader, expected, form)
             else:
@@ -190,6 +193,10 @@ class WeightStaging:
         """See ``Staging.abandon``."""
         self._guard.abandon()
         self._values = None
+
+    def _used(self, of_tensors: Mapping[str, str]) -> dict[str, str]:
+        """Return what belongs to tensors that the model does not ignore. of_tensors: by name."""
+        return {name: one for name, one in of_tensors.items() if not name.startswith(self._model.ignored)}
 
     def _check(self, reader: SafetensorsReader, form: PartFormat) -> tuple[int, ...] | None:
         """Check all that the headers tell of plain tensors, before a tensor is read, and return the EOS ids of the

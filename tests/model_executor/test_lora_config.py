@@ -17,6 +17,15 @@ from support.torch_adapters import config_fields, settings
 LINEARS = tuple(sorted(shapes_of(SPECS["qwen3_wide"])))
 OTHERS = ("model.embed_tokens", "model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm")
 MODULES = Modules(LINEARS, "lm_head", OTHERS)
+EXPERTS = [f"experts.{i}" for i in range(4)] + ["shared_experts"]
+MIXTURE = Modules(
+    (*(f"model.layers.{i}.self_attn.{x}_proj" for x in "qkvo" for i in range(3)),
+     *(f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")), "lm_head"),
+    "lm_head",
+    ("model.embed_tokens", "model.norm"),
+    ("model.layers.1.mlp.gate",
+     *(f"model.layers.1.mlp.{one}.{x}_proj" for one in EXPERTS for x in ("gate", "up", "down"))),
+)  # fmt: skip
 LIST = {"target_modules": list(ALL)}
 SUPPORTED = [
     {"target_modules": ["q_proj"]},
@@ -67,6 +76,32 @@ def test_modules_ranks_and_scalings_are_those_of_peft(checkpoints, torch_process
         assert {name: list(setting) for name, setting in found.items()} == {
             name: list(setting) for name, setting in reference.items()
         }, config
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        (["q_proj", "gate_proj"], "experts.0.gate_proj"),
+        (["mlp.experts.3.up_proj"], "experts.3.up_proj"),
+        (["shared_experts.down_proj"], "shared_experts.down_proj"),
+        (r".*\.mlp\.gate", "gate"),
+        ("all-linear", "gate"),
+    ],
+)
+def test_adapters_of_experts_and_of_their_router_are_refused_by_name(targets, named):
+    with pytest.raises(WeightUpdateRefused) as error:
+        read_lora_config({"target_modules": targets}, MIXTURE, 64)
+    assert error.value.detail["key"] == "target_modules"
+    assert f"model.layers.1.mlp.{named} is targeted: Adapters of experts" in error.value.message
+    with pytest.raises(WeightUpdateRefused, match="Adapters of experts"):
+        read_lora_config({"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj"]}, MIXTURE, 64)
+
+
+def test_attention_and_dense_layers_of_a_mixture_may_have_adapters():
+    found = read_lora_config({"target_modules": ["v_proj", "layers.0.mlp.up_proj"]}, MIXTURE, 64)
+    assert list(found) == [*(f"model.layers.{i}.self_attn.v_proj" for i in range(3)), "model.layers.0.mlp.up_proj"]
+    dense = {"target_modules": "all-linear", "exclude_modules": r".*\.layers\.[12]\.mlp\..*"}
+    assert len(read_lora_config(dense, MIXTURE, 64)) == 3 * 4 + 3
 
 
 def test_every_field_that_peft_writes_is_known_and_its_default_accepted(torch_process):

@@ -13,6 +13,7 @@ from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 LLAMA, ERNIE = config_json(SPECS["llama"]), config_json(SPECS["ernie"])
+ERNIE_MOE, GLM = config_json(SPECS["ernie_moe"]), config_json(SPECS["glm_moe"])
 MISTRAL, GEMMA, GEMMA_NEW = (config_json(SPECS[name]) for name in ("mistral", "gemma", "gemma_biased"))
 ROPE = LLAMA["rope_scaling"]
 
@@ -86,7 +87,6 @@ def test_an_unsupported_value_of_llama_is_refused_by_key(changes, field):
     [
         ({"use_bias": "no"}, "use_bias"),
         ({"moe_num_experts": 64}, "moe_num_experts"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
         ({"compression_ratio": 4}, "compression_ratio"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -96,9 +96,85 @@ def test_an_unsupported_value_of_ernie_is_refused_by_key(changes, field):
     assert refused_key(ERNIE | changes) == field
 
 
-def test_a_mixture_of_experts_of_ernie_is_refused_with_its_reason():
-    with pytest.raises(InvalidField, match="Ernie4_5_MoeForCausalLM has a mixture of experts"):
-        parse_config(ERNIE | {"architectures": ["Ernie4_5_MoeForCausalLM"]})
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"use_bias": True}, "use_bias"),
+        ({"moe_gate_act": "sigmoid"}, "moe_gate_act"),
+        ({"moe_use_aux_free": False}, "moe_use_aux_free"),
+        ({"moe_norm_gate_logits": False}, "moe_norm_gate_logits"),
+        ({"moe_num_experts": [64, 64]}, "moe_num_experts"),
+        ({"moe_num_experts": 0}, "moe_num_experts"),
+        ({"moe_intermediate_size": [1536, 512]}, "moe_intermediate_size"),
+        ({"moe_intermediate_size": 40}, "moe_intermediate_size"),
+        ({"moe_k": 7}, "moe_k"),
+        ({"moe_num_shared_experts": -1}, "moe_num_shared_experts"),
+        ({"moe_layer_start_index": 3}, "moe_layer_start_index"),
+        ({"moe_layer_start_index": [1, 1]}, "moe_layer_start_index"),
+        ({"moe_layer_end_index": "last"}, "moe_layer_end_index"),
+        ({"moe_layer_interval": 0}, "moe_layer_interval"),
+        ({"moe_norm_min": 0}, "moe_norm_min"),
+        ({"compression_ratio": 4}, "compression_ratio"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}, "architectures"),
+    ],
+)
+def test_an_unsupported_value_of_a_mixture_of_ernie_is_refused_by_key(changes, field):
+    assert refused_key(ERNIE_MOE | changes) == field
+
+
+def test_a_mixture_of_ernie_has_the_defaults_of_transformers():
+    kept = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    raw = {key: ERNIE_MOE[key] for key in kept} | {"num_hidden_layers": 8}
+    config, of = parse_config(raw), parse_config(raw).mixture
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (4, 16, 131072)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (5e5, 1e-5, True)
+    assert (of.experts, of.top_k, of.inner, of.shared_inner, of.norm_min) == (64, 6, 1536, 2 * 1536, 1e-12)
+    assert of.layers == tuple(range(1, 8))
+    chosen = {"moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2}
+    assert parse_config(raw | chosen).mixture.layers == (3, 5)
+    assert parse_config(raw | {"moe_layer_end_index": None, "moe_num_shared_experts": 0}).mixture.shared_inner == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"use_qk_norm": "yes"}, "use_qk_norm"),
+        ({"partial_rotary_factor": 0.55}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": -0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"n_routed_experts": 0}, "n_routed_experts"),
+        ({"n_group": 3}, "n_group"),
+        ({"topk_group": 5}, "topk_group"),
+        ({"topk_group": 1}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": 40}, "moe_intermediate_size"),
+        ({"n_shared_experts": None}, "n_shared_experts"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"architectures": ["Glm4MoeLiteForCausalLM"]}, "architectures"),
+        ({"architectures": ["Glm4vMoeForConditionalGeneration"]}, "architectures"),
+    ],
+)
+def test_an_unsupported_value_of_glm_is_refused_by_key(changes, field):
+    assert refused_key(GLM | changes) == field
+
+
+def test_glm_has_the_defaults_of_transformers():
+    kept = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    raw = {key: GLM[key] for key in kept} | {"num_hidden_layers": 4, "num_attention_heads": 8}
+    config, of = parse_config(raw), parse_config(raw).mixture
+    assert (config.num_key_value_heads, config.max_position_embeddings, config.rope_theta) == (8, 131072, 10000.0)
+    assert (config.rms_norm_eps, config.tie_word_embeddings, config.attention_bias) == (1e-5, False, False)
+    assert (config.qk_norm, config.rotary_dim, config.more_layers) == (False, 12, 1)
+    assert (of.layers, of.experts, of.top_k, of.inner, of.shared_inner) == ((1, 2, 3), 128, 8, 1408, 1408)
+    assert (of.groups, of.top_groups, of.normalize, of.scale) == (1, 1, True, 1.0)
+    whole = parse_config(raw | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}})
+    assert whole.rotary_dim == 24 and config.first_difference(whole) == "rotary_dim"
 
 
 def test_ernie_has_the_defaults_of_transformers_and_two_names():

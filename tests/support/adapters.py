@@ -83,25 +83,32 @@ def write_adapter(
     return folder
 
 
+def linears_of(spec: Spec) -> tuple[str, ...]:
+    """Return the last names of the linears that an adapter changes: of a mixture, those of attention alone."""
+    return ATTENTION if spec.experts else ALL
+
+
 def simple(spec: Spec, rank: int, *endings: str, **more: Any) -> AdapterSpec:
     """Return an adapter of these modules (by default all but the output layer), of one rank."""
-    endings = endings or ALL
+    endings = endings or linears_of(spec)
     config = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(endings), **more.pop("config", {})}
     return AdapterSpec(config, dict.fromkeys(modules(spec, *endings), rank), **more)
 
 
 def cases(spec: Spec) -> dict[str, AdapterSpec]:
     """Return an adapter of each kind for the model, by name."""
-    every, last = modules(spec, *ALL), spec.layers - 1
-    base = {"r": 8, "lora_alpha": 16}
+    names, last = linears_of(spec), spec.layers - 1
+    every = modules(spec, *names)
+    late = "o_proj" if spec.experts else "down_proj"
+    all_linear = {"target_modules": r".*\.self_attn\..*_proj" if spec.experts else "all-linear"}
+    base, more = {"r": 8, "lora_alpha": 16}, r"|mlp\.down_proj"
 
     def ranks(names: Iterable[str], rank: int = 8) -> dict[str, int]:
         return dict.fromkeys(names, rank)
 
-    patterned = {
-        m: 3 if "mlp" in m else 4 if m == "model.layers.0.self_attn.q_proj" else 8 for m in modules(spec, *ALL)
-    }
-    chosen = modules(spec, "q_proj", "up_proj", layers=[last])
+    patterned = {m: 3 if "mlp" in m else 4 if m == "model.layers.0.self_attn.q_proj" else 8 for m in every}
+    two = ["q_proj", "v_proj" if spec.experts else "up_proj"]
+    chosen = modules(spec, *two, layers=[last])
     return {
         "rank1": simple(spec, 1, seed=1),
         "rank8": simple(spec, 8, seed=22, dtype="bfloat16"),
@@ -112,7 +119,7 @@ def cases(spec: Spec) -> dict[str, AdapterSpec]:
         "rank_and_alpha_patterns": AdapterSpec(
             base
             | {
-                "target_modules": list(ALL),
+                "target_modules": list(names),
                 "rank_pattern": {"model.layers.0.self_attn.q_proj": 4, r"mlp\.(gate|up|down)_proj": 3, ".*proj": 8},
                 "alpha_pattern": {"layers.0.mlp.up_proj": 40, "up_proj": 2, r"v_pro.": 25},
             },
@@ -120,25 +127,25 @@ def cases(spec: Spec) -> dict[str, AdapterSpec]:
             seed=7,
         ),
         "regex": AdapterSpec(
-            base | {"target_modules": r"model\.layers\.\d+\.(self_attn\.(q|o)_proj|mlp\.down_proj)"},
-            ranks(modules(spec, "q_proj", "o_proj", "down_proj")),
+            base | {"target_modules": rf"model\.layers\.\d+\.(self_attn\.(q|o)_proj{'' if spec.experts else more})"},
+            ranks(m for m in every if m.endswith(("q_proj", "o_proj", "down_proj"))),
             seed=8,
         ),
-        "all_linear": AdapterSpec(base | {"target_modules": "all-linear"}, ranks(every), seed=9),
+        "all_linear": AdapterSpec(base | all_linear, ranks(every), seed=9),
         "all_linear_but": AdapterSpec(
-            base | {"target_modules": "all-linear", "exclude_modules": ["o_proj", "model.layers.0.mlp.up_proj"]},
+            base | all_linear | {"exclude_modules": ["o_proj", "model.layers.0.mlp.up_proj"]},
             ranks(m for m in every if not m.endswith("o_proj") and m != "model.layers.0.mlp.up_proj"),
             seed=10,
         ),
         "one_layer": AdapterSpec(
-            base | {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [last], "layers_pattern": "layers"},
+            base | {"target_modules": two, "layers_to_transform": [last], "layers_pattern": "layers"},
             ranks(chosen),
             strength=1.5,
             seed=11,
         ),
         "output_layer": AdapterSpec(
-            base | {"target_modules": ["lm_head", "down_proj"]},
-            ranks(["lm_head", *modules(spec, "down_proj")]),
+            base | {"target_modules": ["lm_head", late]},
+            ranks(["lm_head", *modules(spec, late)]),
             seed=12,
         ),
     }

@@ -246,7 +246,7 @@ SPECS = {
         Spec("gemma_biased", "Gemma3ForCausalLM", tied=True, head_dim=32, layers=3, shards=2, extra=GEMMA_NEW, seed=11),
         Spec("qwen3_moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, shards=3, extra=QWEN_MOE, seed=15),
         Spec("ernie_moe", "Ernie4_5_MoeForCausalLM", layers=3, shards=2, extra=ERNIE_MOE, seed=16),
-        Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=17),
+        Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=18),
         Spec("deepseek", "DeepseekV3ForCausalLM", layers=3, kv_heads=4, shards=2, extra=DEEPSEEK, seed=18),
         Spec("deepseek_v2", "DeepseekV2ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_V2, seed=20),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),

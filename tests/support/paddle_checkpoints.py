@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 from support.checkpoints import BFLOAT16, Spec, bfloat16_bits, config_json, random_tensors, write_safetensors
 
 Tensors = dict[str, np.ndarray]
-FASTDEPLOY = {"ernie4_5": "ernie", "qwen2": "qwen2"}  # prefixes of its models
+FASTDEPLOY = {"ernie4_5": "ernie", "ernie4_5_moe": "ernie", "qwen2": "qwen2"}  # prefixes of its models
+EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(\w+)\.weight")
 
 
 def stored(spec: Spec, tensors: Tensors) -> Tensors:
@@ -24,13 +26,14 @@ def stored(spec: Spec, tensors: Tensors) -> Tensors:
 
 def paddle_tensors(spec: Spec, tensors: Tensors, fused: str = "", fastdeploy_names: bool = False) -> Tensors:
     """Tensors of the Hugging Face layout in Paddle's. fused: "" (q, k, v, gate, up apart), "paddle" (q, then k, then
-    v) or "paddleformers" (of each key-value head its q, its k, its v)."""
+    v) or "paddleformers" (of each key-value head its q, its k, its v). fastdeploy_names: those of FastDeploy's own
+    models, which stack the experts of a layer."""
     out: Tensors = {}
-    head_is_transposed = fused != "paddleformers"
+    kept: tuple[str, ...] = ("e_score_correction_bias",)
+    if fused == "paddleformers":
+        kept += ("lm_head.weight", *(["mlp.gate.weight"] if spec.model_type == "glm4_moe" else []))
     for name, array in tensors.items():
-        keep = (
-            array.ndim == 1 or name.startswith("model.embed") or (name == "lm_head.weight" and not head_is_transposed)
-        )
+        keep = array.ndim == 1 or name.startswith("model.embed") or name.endswith(kept)
         out[name] = array if keep else np.ascontiguousarray(array.T)
     for name in list(out) if fused else ():
         if "q_proj" in name:
@@ -44,12 +47,25 @@ def paddle_tensors(spec: Spec, tensors: Tensors, fused: str = "", fastdeploy_nam
             both = [out.pop(name.replace("gate_proj", f"{x}_proj")) for x in ("gate", "up")]
             out[name.replace("gate_proj", "up_gate_proj")] = np.concatenate(both, -1)
     if fastdeploy_names:
-        out = {_fastdeploy_name(spec, name): array for name, array in out.items()}
+        out = {_fastdeploy_name(spec, name): array for name, array in stacked(out).items()}
     return out
 
 
+def stacked(tensors: Tensors) -> Tensors:
+    """Return the tensors with the experts of each layer in one tensor, as FastDeploy's models have them."""
+    experts: dict[str, list[np.ndarray]] = {}
+    out: Tensors = {}
+    for name, array in tensors.items():
+        if found := EXPERT.fullmatch(name):
+            experts.setdefault(f"{found[1]}{found[3]}_weight", []).append(array)
+        else:
+            out[name] = array
+    return out | {name: np.stack(arrays) for name, arrays in experts.items()}
+
+
 def _fastdeploy_name(spec: Spec, name: str) -> str:
-    for ours, theirs in (("embed_tokens.weight", "embed_tokens.embeddings.weight"), ("lm_head.", "lm_head.linear.")):
+    renamed = {"embed_tokens.weight": "embed_tokens.embeddings.weight", "lm_head.": "lm_head.linear."}
+    for ours, theirs in (renamed | {"moe_statics.e_score_correction_bias": "experts.gate_correction_bias"}).items():
         name = name.replace(ours, theirs)
     prefix = FASTDEPLOY.get(spec.model_type)
     return f"{prefix}.{name.removeprefix('model.')}" if prefix and name.startswith("model.") else name

@@ -96,3 +96,11 @@ def greedy_of(model: Any, length: int, steps: int) -> dict[str, np.ndarray]:
         margins.append(float(best[0] - best[1]))
         new = torch.tensor([[ids[-1]]])
     return {"ids": np.array(ids), "logprobs": np.array(logprobs), "margin": np.array(margins)}
+
+
+def state_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of the model, by its name in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}

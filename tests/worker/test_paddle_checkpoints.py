@@ -28,6 +28,10 @@ FOLDERS = [
     ("qwen2", "bfloat16", "paddleformers", "pdparams", False, 1),
     ("qwen3", "bfloat16", "paddle", "uint16", False, 2),
     ("llama_tied", "float32", "paddle", "safetensors", False, 1),
+    ("ernie_moe", "float32", "", "safetensors", False, 2),
+    ("ernie_moe", "bfloat16", "paddle", "uint16", False, 1),
+    ("ernie_moe", "float32", "paddle", "pdparams", True, 1),
+    ("glm_moe", "float32", "paddleformers", "safetensors", False, 1),
 ]
 
 

@@ -69,8 +69,8 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of one layer. The first ``rotated`` dimensions of a head are rotated: all of them, or ``rotary_dim``
-    if that is not 0. rope_cos, rope_sin: float32 [max_model_len, rotated // 2]; dimension i is rotated with dimension
+    """The attention of one layer. The first ``rotated`` dimensions of a head are rotated: all, or ``rotary_dim`` if it
+    is not 0. rope_cos, rope_sin: float32 [max_model_len, rotated // 2]; dimension i is rotated with dimension
     i + rotated / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or None; norm_eps is
     the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead, as in GPT-J; else
     0. window: how many tokens a token attends to, itself and those before it; 0: all. The cache has the keys of all
@@ -169,8 +169,8 @@ class RouterSpec(NamedTuple):
     its ``bias`` (float32 [experts]) if there is one. The experts with the highest ranks are chosen, best first; of
     equal ranks, the lower id is first. With ``groups`` above 1, neighbouring experts form groups of equal size, and
     only experts of the ``top_groups`` best groups are chosen: those with the highest sums of their two highest ranks,
-    the lower group first. Weights are the scores, without the bias; normalize: 1 if they are divided by their sum, or by
-    ``norm_min`` if that is larger; scale: they are multiplied by it then."""
+    the lower group first. Weights are the scores, without the bias; normalize: 1 if they are divided by their sum, or
+    by ``norm_min`` if that is larger; scale: they are multiplied by it then."""
 
     place: int
     top_k: int

@@ -89,7 +89,8 @@ class _Batch:
             tables = (table[: self.length] for table in (spec.rope_cos, spec.rope_sin))
             cos, sin = (paddle.index_select(table, pairs, axis=1) for table in tables)
             rest = [0, spec.head_dim - spec.rotated]  # dimensions that are not rotated
-            self._rotations[key] = _Rotation(F.pad(cos, rest, value=1.0), F.pad(sin, rest), paddle.to_tensor(turn))
+            cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
+            self._rotations[key] = _Rotation(cos, sin, paddle.to_tensor(turn))
         return self._rotations[key]
 
 

@@ -35,9 +35,9 @@ def as_leaf(linear: PackedLinear) -> Leaf:
 
 def leaf_of(parameter: Parameter, tensors: Mapping[str, paddle.Tensor]) -> Value:
     """Stack the tensors of a parameter, by name and in any dtype, into a leaf, or a vector, that collects gradients."""
-    weight = _stacked(tensors[name] for name in parameter.weights)
     if parameter.is_vector:
-        return weight
+        return _stacked([tensors[parameter.weights[0]].flatten()])
+    weight = _stacked(tensors[name] for name in parameter.weights)
     bias = _stacked(tensors[name] for name in parameter.biases) if parameter.biases else None
     out_features, in_features = weight.shape
     return Leaf(weight, bias, out_features, in_features, 4 * out_features * in_features)
@@ -53,7 +53,8 @@ def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
 def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]:
     """Return the collected gradient of each tensor of a parameter, by name. The value must have one."""
     if isinstance(value, paddle.Tensor):
-        return {parameter.weights[0]: _gradient(value)}
+        [(name, shape)] = parameter.shapes.items()
+        return {name: _gradient(value).reshape(shape)}
     leaf, rows = as_leaf(value), list(parameter.rows)
     found = dict(zip(parameter.weights, paddle.split(_gradient(leaf.weight), rows), strict=True))
     if leaf.bias is not None:

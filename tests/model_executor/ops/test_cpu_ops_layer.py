@@ -51,7 +51,9 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
             weights, biases = ([tensors[name] for name in names] for names in (parameter.weights, parameter.biases))
             vector = parameter.is_vector
             values[parameter.key] = (
-                paddle.to_tensor(weights[0]) if vector else one.pack_linear(weights, biases if biases else None)
+                paddle.to_tensor(weights[0].reshape(-1))
+                if vector
+                else one.pack_linear(weights, biases if biases else None)
             )
         cache = new_kv_cache(one, model.config, 32, BLOCK)
         layers = model.assemble(values).layers
