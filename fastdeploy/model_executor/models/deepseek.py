@@ -71,8 +71,8 @@ KEYS = {
 @dataclass(frozen=True)
 class DeepseekConfig(ModelConfig):
     """The config of a DeepSeek model. num_key_value_heads and head_dim are those of the KV cache: one key for all
-    heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding. more_layers: layers
-    of a checkpoint behind those of the model. They predict further tokens and are not used here."""
+    heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding. more_layers:
+    layers of a checkpoint behind those of the model. They predict further tokens and are not used here."""
 
     keys_only: ClassVar[bool] = True
 
@@ -143,7 +143,6 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
             scale *= magnitude(yarn.factor, yarn.mscale_all_dim) ** 2
     attention = LatentAttention(
         config,
-        ops,
         latent,
         rope_tables(frequencies, max_model_len, factor),
         scale,

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import MAX_HEAD_DIM, ModelConfig, count
 from fastdeploy.model_executor.models.decoder import Rope
 from fastdeploy.model_executor.models.interface import norm_weight
-from fastdeploy.model_executor.ops.interface import AttentionSpec, Block, LatentAttentionBlock, Ops, PackedLinear
+from fastdeploy.model_executor.ops.interface import AttentionSpec, Block, LatentAttentionBlock
 from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, linear, vector
 
 MULTIPLE = 16  # of the sizes of a head: a packed weight has whole tiles of columns for each head
@@ -59,7 +57,6 @@ class LatentAttention:
     have biases. interleaved: see ``AttentionSpec``."""
 
     config: ModelConfig
-    ops: Ops
     latent: Latent
     rope: Rope
     scale: float
@@ -113,16 +110,9 @@ class LatentAttention:
             kv_a=as_linear(values[key + "kv_a"]),
             kv_norm=norm_weight(c, values[key + "kv_norm"]),
             kv_b=kv_b,
-            absorbed=self._absorbed(kv_b),
+            absorbed=kv_b.transposed_heads(c.num_attention_heads, of.qk_nope_head_dim),
             attention=spec,
             o=as_linear(values[key + "o"]),
             q_a=as_linear(values[key + "q_a"]) if two else None,
             q_norm=norm_weight(c, values[key + "q_norm"]) if two else None,
         )
-
-    def _absorbed(self, kv_b: PackedLinear) -> PackedLinear:
-        """Return the weights of the keys of all heads, transposed."""
-        of, heads = self.latent, self.config.num_attention_heads
-        of_heads = self.ops.unpack_linear(kv_b).reshape(heads, -1, of.kv_lora_rank)[:, : of.qk_nope_head_dim]
-        turned = np.ascontiguousarray(of_heads.transpose(0, 2, 1))
-        return self.ops.pack_linear([turned.reshape(heads * of.kv_lora_rank, of.qk_nope_head_dim)])

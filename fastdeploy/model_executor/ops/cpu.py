@@ -134,14 +134,12 @@ class CpuOps:
         return operations
 
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> CpuLinear:
-        k = parts[0].shape[1]
-        source = parts[0].dtype
-        assert source in (np.uint16, np.float32), source
+        k, source = parts[0].shape[1], parts[0].dtype
         weight = CpuLinear(self._lib, self._bf16, sum(p.shape[0] for p in parts), k, bias is not None)
         row = 0
         for index, part in enumerate(parts):
-            assert part.ndim == 2 and part.shape[1] == k and part.dtype == source and part.flags.c_contiguous
-            self._check(self._lib.fd_pack_rows(weight.handle, address(part), source == np.uint16, row, part.shape[0]))
+            assert part.dtype == source
+            weight.pack(part, row)
             if bias is not None:
                 values = np.ascontiguousarray(bias[index], np.float32)
                 assert values.shape == (part.shape[0],)
@@ -180,11 +178,8 @@ class CpuOps:
             weight.quantized = True
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
-        last = weight.out_features if last is None else last
-        assert 0 <= first <= last <= weight.out_features
-        rows = np.empty((last - first, weight.in_features), np.uint16 if self._bf16 else np.float32)
-        self._lib.fd_unpack_rows(handle_of(weight), address(rows), first, last - first)
-        return rows
+        assert isinstance(weight, CpuLinear)
+        return weight.unpack(first, weight.out_features if last is None else last)
 
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
         assert isinstance(weight, CpuLinear)

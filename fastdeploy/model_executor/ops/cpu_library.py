@@ -216,13 +216,37 @@ class CpuLinear:
         self.in_features = in_features
         self.with_bias = with_bias
         self.quantized = False
-        self._library = library
+        self._library, self._bf16 = library, bf16
         _free_with(self, library.fd_free_weight, self.handle)
 
     @property
     def nbytes(self) -> int:
         nbytes: int = self._library.fd_weight_bytes(self.handle)
         return nbytes
+
+    def pack(self, rows: np.ndarray, first: int) -> None:
+        """Pack rows [n, in_features], float32 or bfloat16 as uint16 bits, as rows from ``first`` on."""
+        assert rows.ndim == 2 and rows.shape[1] == self.in_features and rows.flags.c_contiguous
+        assert rows.dtype in (np.uint16, np.float32) and 0 <= first <= first + len(rows) <= self.out_features
+        status = self._library.fd_pack_rows(self.handle, address(rows), rows.dtype == np.uint16, first, len(rows))
+        if status:
+            raise MemoryError(f"no memory to pack {len(rows)} x {self.in_features} values")
+
+    def unpack(self, first: int, last: int) -> np.ndarray:
+        """See ``Ops.unpack_linear``."""
+        assert 0 <= first <= last <= self.out_features
+        rows = np.empty((last - first, self.in_features), np.uint16 if self._bf16 else np.float32)
+        self._library.fd_unpack_rows(self.handle, address(rows), first, last - first)
+        return rows
+
+    def transposed_heads(self, heads: int, rows: int) -> CpuLinear:
+        """See ``PackedLinear.transposed_heads``."""
+        columns, step = self.in_features, self.out_features // heads
+        found = CpuLinear(self._library, self._bf16, heads * columns, rows, False)
+        for head in range(heads):
+            of_head = self.unpack(head * step, head * step + rows)
+            found.pack(np.ascontiguousarray(of_head.T), head * columns)
+        return found
 
 
 class CpuKVCache:

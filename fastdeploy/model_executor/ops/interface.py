@@ -42,6 +42,10 @@ class PackedLinear(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def transposed_heads(self, heads: int, rows: int) -> PackedLinear:
+        """Return a new weight of the transposed heads. The weight is [heads * n, K]; that of each head is cut to its
+        first ``rows`` and transposed: [heads * K, rows]. May run at the same time as all ops. Raises MemoryError."""
+
 
 class KVCache(Protocol):
     """The KV blocks of all layers: num_blocks x block_size slots for keys and values [kv_heads, head_dim]. keys_only:
@@ -254,8 +258,9 @@ class LatentAttentionBlock:
       residual            += o(outputs of all heads)
 
     This is attention over keys [rotate(r) | K c] and values V c of each head, without making them. The epsilon of
-    q_norm and kv_norm is attention.norm_eps. absorbed [heads * L, P] packs K.T of each head: a copy, made of kv_b. R,
-    L, P and value are multiples of 16. No linear has int8 values but q, kv_a, q_a and o."""
+    q_norm and kv_norm is attention.norm_eps. absorbed [heads * L, P] packs K.T of each head, by
+    ``kv_b.transposed_heads``. R, L, P and value are multiples of 16. No linear has int8 values but q, kv_a, q_a and
+    o."""
 
     norm: paddle.Tensor
     norm_eps: float

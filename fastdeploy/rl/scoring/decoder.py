@@ -19,6 +19,7 @@ from fastdeploy.model_executor.ops.interface import (
     AttentionBlock,
     AttentionSpec,
     Block,
+    LatentAttentionBlock,
     MlpBlock,
     PackedLinear,
 )
@@ -97,6 +98,8 @@ class _Batch:
 def _added(residual: paddle.Tensor, block: Block, batch: _Batch) -> paddle.Tensor:
     """Return what a block adds to the residual [B * T, hidden_size]."""
     x = _norm(residual, block.norm, block.norm_eps)
+    if isinstance(block, LatentAttentionBlock):
+        return _latent_attention(x, block, batch)
     out = _mlp(x, block) if isinstance(block, MlpBlock) else _attention(x, block, batch)
     return out if block.post_norm is None else _norm(out, block.post_norm, block.norm_eps)
 
@@ -115,6 +118,27 @@ def _attention(x: paddle.Tensor, block: AttentionBlock, batch: _Batch) -> paddle
     weights = F.softmax(paddle.matmul(q, k, transpose_y=True) + batch.mask(spec), -1)
     out = paddle.matmul(weights, v).reshape([batch.sequences, heads, batch.length, dim]).transpose([0, 2, 1, 3])
     return _linear(out.reshape([batch.sequences * batch.length, heads * dim]), block.o)
+
+
+def _latent_attention(x: paddle.Tensor, block: LatentAttentionBlock, batch: _Batch) -> paddle.Tensor:
+    """Attention over the keys and values of all heads, which takes less time here than absorbed weights."""
+    spec, shape = block.attention, [batch.sequences, batch.length, block.attention.num_heads, -1]
+    c, turned_key = paddle.split(_linear(x, block.kv_a), [block.kv_b.in_features, spec.rotated], axis=1)
+    kv = _linear(_norm(c, block.kv_norm, spec.norm_eps), block.kv_b).reshape(shape).transpose([0, 2, 1, 3])
+    if block.q_a is not None and block.q_norm is not None:
+        x = _norm(_linear(x, block.q_a), block.q_norm, spec.norm_eps)
+    q = _linear(x, block.q).reshape(shape).transpose([0, 2, 1, 3])
+    plain = block.absorbed.in_features
+    q, turned = paddle.split(q, [plain, spec.rotated], axis=3)
+    k, v = paddle.split(kv, [plain, kv.shape[3] - plain], axis=3)
+    cos, sin, turn = batch.rotation(spec)
+    cos, sin, turn = cos[:, : spec.rotated], sin[:, : spec.rotated], turn[: spec.rotated, : spec.rotated]
+    turned_key = turned_key.reshape([batch.sequences, 1, batch.length, spec.rotated])
+    turned, turned_key = (one * cos + paddle.matmul(one, turn) * sin for one in (turned, turned_key))
+    scores = paddle.matmul(q, k, transpose_y=True) + paddle.matmul(turned, turned_key, transpose_y=True)
+    weights = F.softmax(scores * spec.scale + batch.mask(spec)[: batch.length], -1)
+    out = paddle.matmul(weights, v).transpose([0, 2, 1, 3])
+    return _linear(out.reshape([batch.sequences * batch.length, -1]), block.o)
 
 
 def _mlp(x: paddle.Tensor, block: MlpBlock) -> paddle.Tensor:
