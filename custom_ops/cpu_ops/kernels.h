@@ -109,12 +109,13 @@ struct AttentionSpec {
   int64_t interleaved;
   int64_t window;      // 0: a row sees all keys up to its own
   int64_t rotary_dim;  // 0: all dimensions are rotated
+  const float* sinks;  // [heads], or null
 
   int64_t rotated() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
 };
 
 // The fields of Activation of ops/interface.py.
-enum Activation : int64_t { kSilu, kGeluTanh };
+enum Activation : int64_t { kSilu, kGeluTanh, kSwigluClamped };
 
 // One call of attention.
 struct AttentionArgs : Batch, AttentionSpec {

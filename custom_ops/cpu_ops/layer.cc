@@ -171,7 +171,7 @@ void latent_attention_block(const LatentAttentionBlock& block, StepState& step) 
   add_output(input, *block.o, of_linear(step.loras, linear), nullptr, 0, step);
 }
 
-// residual += down(activation(gate(norm(residual))) * up(norm(residual))).
+// residual += down(activation(gate(norm(residual)), up(norm(residual)))). The activation is a function of both.
 void mlp_block(const MlpBlock& block, const StepState& step) {
   if (step.m == 0) return;
   const LinearInput input = input_of(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);

@@ -26,6 +26,7 @@ TOOL_CALL_PARSERS = (
     AUTO, NO_PARSER, "deepseek_v3", "deepseek_v31", "ernie45", "glm45", "hermes", "llama3_json", "qwen3_coder",
 )  # fmt: skip
 REASONING_PARSERS = (AUTO, NO_PARSER, "deepseek_r1", "ernie45", "glm45", "qwen3")
+ROUTED_EXPERTS_FORMATS = ("vllm", "prime-rl", "nemo-rl", "none")
 MAX_TTL_S = 31 * 86400.0  # of a hold
 MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 STANDBY = """keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights
@@ -33,6 +34,7 @@ and KV cache and 1 GiB are free, kept while 1 GiB is free"""
 MAX_STEP = "one limit for all steps with prompts (1.5 steps of the requests that ran before; without any, 250)"
 QUANTIZATION = "multiply with 8-bit values, which each load and each update makes of the bfloat16 weights (none)"
 MEMORY_SHARE = "share of the machine's memory that weights and KV cache may have (a KV cache of at most 2 GiB)"
+ROUTED_FORMAT = "form of the routed experts that replies have unasked, with --enable-return-routed-experts"
 FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 ROUTED_EXPERTS = "keep which experts computed each token, for requests that ask (routed_experts)"
 UPLOAD_PREFIX = "fastdeploy-upload-"
@@ -162,6 +164,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     logprobs_mode: Annotated[str, _request("of requests that name none; SGLang: temperature", LOGPROBS_MODES)] = "raw"
     return_sampling_mask: Annotated[bool, _request("vllm's route tells the ids that each token was drawn from")] = False
     return_sampling_mask_logprobs: Annotated[bool, _request("and their log probabilities")] = False
+    routed_experts_format: Annotated[str, _request(ROUTED_FORMAT, ROUTED_EXPERTS_FORMATS)] = "vllm"
     fastdeploy_form: Annotated[bool, _request("the routes of chats, completions and sleep are FastDeploy's")] = False
     chat_template: Annotated[str, _request("Jinja, or a file of it, in place of the model's own template")] = ""
     trust_request_chat_template: Annotated[bool, _request("run the chat_template that a request brings")] = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from fastdeploy.core.experts import RoutedExperts
 from fastdeploy.core.outputs import Logprob as Entry
 from fastdeploy.core.outputs import Span
 
@@ -54,6 +55,8 @@ class CompletionOutput:
     finish_reason: stop, length, abort, error or tool_calls; None = it goes on. stop_reason: the stop text or stop id
     that ended it; of an error, its code. message: cause of an abort or an error.
     spans: the weights that drew each token. num_preempted: how often its KV was lost and computed again.
+    routed_experts: of all tokens of prompt and choice but the last one, which experts computed it, if asked for. With
+    ``stream``, of the whole choice in its last output, else None.
     entries: one for each token if log probabilities were asked for, else none. See core/outputs.py.
     """
 
@@ -68,6 +71,7 @@ class CompletionOutput:
     message: str = ""
     send_idx: int = 0
     num_preempted: int = 0
+    routed_experts: RoutedExperts | None = field(default=None, repr=False)
     entries: list[Entry] = field(default_factory=list, repr=False)
     reader: LogprobReader = field(default=LogprobReader(), repr=False)
 

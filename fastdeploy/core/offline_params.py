@@ -19,7 +19,8 @@ from fastdeploy.core.sampling_params import SamplingParams as EngineParams
 SHARED = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs_mode", "logprob_token_ids",
-    "return_sampling_mask", "return_sampling_mask_logprobs", "allowed_token_ids",
+    "return_sampling_mask", "return_sampling_mask_logprobs", "routed_experts", "routed_experts_start",
+    "allowed_token_ids",
 )  # fmt: skip
 MAX_BIAS = 100.0
 COMBINED = ("return_sampling_mask", "return_sampling_mask_logprobs", "logprob_token_ids")  # need others, added later
@@ -130,6 +131,8 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     return_sampling_mask: bool = False
     return_sampling_mask_logprobs: bool = False
+    routed_experts: bool = False
+    routed_experts_start: int = 0
     allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     include_stop_str_in_output: bool = False

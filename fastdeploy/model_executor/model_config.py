@@ -14,6 +14,7 @@ MAX_COUNT = 2**31 - 1
 MAX_NUMBER = 1e15
 MAX_HEAD_DIM = 576  # of the ops
 DTYPES = ("float32", "bfloat16", "float16")
+SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds of the key layer_types
 _DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 
@@ -56,8 +57,10 @@ class ModelConfig:
 def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """Read the common part of a config. raw: config.json, with the architecture's own defaults for missing keys.
     generation: generation_config.json; its eos_token_id has priority over that of config.json. Raises InvalidField."""
-    if raw.get("quantization_config"):
-        raise InvalidField("quantization_config", "quantised checkpoints are not supported")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        what = f"quantised checkpoints are not supported, got {shown(method)}"
+        raise InvalidField("quantization_config", f"{what}: dequantize the weights, and save the model in bfloat16")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidField("hidden_act", f"only silu is supported, got {shown(raw['hidden_act'])}")
     heads, hidden = count(raw, "num_attention_heads"), count(raw, "hidden_size")
@@ -111,6 +114,13 @@ def refuse_rope_scaling(raw: dict[str, Any], *allowed: str, partial: bool = Fals
             raise InvalidField(f"{key}.partial_rotary_factor", "a partial rotary embedding is not supported")
 
 
+def layer_kinds(kinds: Any, layers: int) -> tuple[str, ...]:
+    """Return the value of the key layer_types, SLIDING or FULL for each of so many layers. Raises InvalidField."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+        raise InvalidField("layer_types", f"expected {SLIDING} or {FULL} for each of num_hidden_layers")
+    return tuple(kinds)
+
+
 def _rope_theta(raw: dict[str, Any]) -> float:
     """Read rope_theta from rope_parameters (newer transformers) or from the top level (older)."""
     parameters = raw.get("rope_parameters")
@@ -144,11 +154,11 @@ def positive(raw: dict[str, Any], key: str, default: float | None = None, where:
     return float(value)
 
 
-def flag(raw: dict[str, Any], key: str) -> bool:
-    """Return true or false, false if the key is missing. Raises InvalidField."""
+def flag(raw: dict[str, Any], key: str, where: str = "") -> bool:
+    """Return true or false, false if the key is missing; see :func:`count`."""
     value = raw.get(key, False)
     if type(value) is not bool:
-        raise _invalid(raw, key, "", "true or false")
+        raise _invalid(raw, key, where, "true or false")
     return value
 
 

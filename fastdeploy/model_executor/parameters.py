@@ -33,6 +33,9 @@ class Parameter(NamedTuple):
     A linear stacks ``weights`` [rows[i], columns] along the output (a fused projection has several); ``biases`` has one
     name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``; with
     ``is_row`` a checkpoint has it as [1, columns]. use: of a linear.
+
+    experts: 0, or the linear is that of so many experts, and one weight has all of them: the tensor [experts, columns,
+    rows / experts], each matrix transposed, and the bias [experts, rows / experts]. interleaved: see ``Region``.
     """
 
     key: str
@@ -42,6 +45,8 @@ class Parameter(NamedTuple):
     biases: tuple[str, ...] = ()
     use: Use = Use.ADAPTED
     is_row: bool = False
+    experts: int = 0
+    interleaved: bool = False
 
     @property
     def is_vector(self) -> bool:
@@ -56,8 +61,25 @@ class Parameter(NamedTuple):
         """Name and shape of every tensor."""
         if self.is_vector:
             return {self.weights[0]: (1, self.columns) if self.is_row else (self.columns,)}
+        if self.experts:
+            of_expert = self.rows[0] // self.experts
+            shapes = (self.experts, self.columns, of_expert), (self.experts, of_expert)
+            return dict(zip(self.tensors, shapes, strict=bool(self.biases)))
         weights = {name: (rows, self.columns) for name, rows in zip(self.weights, self.rows, strict=True)}
         return weights | {name: (rows,) for name, rows in zip(self.biases, self.rows, strict=bool(self.biases))}
+
+    def stored_order(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a linear with experts, [experts, rows of an expert, columns], or its bias with one column, as
+        the tensor has them."""
+        experts, of_expert, columns = rows.shape
+        parted = rows.reshape(experts, 1 + self.interleaved, -1, columns).swapaxes(1, 2)
+        return parted.reshape(experts, of_expert, columns).swapaxes(1, 2)
+
+    def linear_order(self, bias: np.ndarray) -> np.ndarray:
+        """Return the values of a bias, flat in the order of its tensor, in the order of the rows of the linear."""
+        if not self.interleaved:
+            return bias
+        return np.ascontiguousarray(bias.reshape(self.experts, -1, 2).swapaxes(1, 2)).reshape(-1)
 
 
 def vector(key: str, name: str, size: int, is_row: bool = False) -> Parameter:
@@ -73,6 +95,15 @@ def linear(
     biases = tuple(f"{name}.bias" for name in projections) if bias else ()
     weights, rows = tuple(f"{name}.weight" for name in projections), tuple(projections.values())
     return Parameter(key, weights, columns, rows, biases, use)
+
+
+def experts_linear(
+    key: str, names: tuple[str, str], experts: int, rows: int, columns: int, interleaved: bool = False
+) -> Parameter:
+    """Return the parameter of a linear of experts whose tensors have all experts. names: of its weight [experts,
+    columns, rows] and of its bias [experts, rows]. interleaved: see ``Region``."""
+    found = Parameter(key, names[:1], columns, (experts * rows,), names[1:], Use.QUANTIZED)
+    return found._replace(experts=experts, interleaved=interleaved)
 
 
 def as_vector(value: Value) -> paddle.Tensor:
@@ -99,7 +130,14 @@ def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[
     if names is parameter.biases:
         bias = ops.unpack_bias(value)
         assert bias is not None
+        if parameter.experts:
+            bias = parameter.stored_order(bias.reshape(parameter.experts, -1, 1)).reshape(-1)
         yield in_dtype(bias[first:last], ops.dtype)
+        return
+    if parameter.experts:
+        of_expert = last // parameter.experts
+        for row in range(0, last, of_expert):
+            yield parameter.stored_order(ops.unpack_linear(value, row, row + of_expert)[None])
         return
     for row in range(first, last, SLICE):
         yield ops.unpack_linear(value, row, min(row + SLICE, last))

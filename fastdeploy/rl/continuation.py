@@ -16,6 +16,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import ADAPTER_UNLOADED, DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.sampling_params import NO_SEED, SEED_BITS
 from fastdeploy.rl.errors import MalformedReply
+from fastdeploy.rl.joined_rows import JoinedRows
 from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 
 # Fields that the client sets itself.
@@ -117,6 +118,8 @@ class RolloutRequest:
             body["model"] = self.lora_name
         if self.first_choice + first.index:
             body["first_choice"] = self.first_choice + first.index
+        if first.rows is not None and first.rows.end:
+            body["routed_experts_start"] = first.rows.end
         if num_tokens:
             body["resumed_tokens"] = num_tokens
             if self.max_tokens is not None:
@@ -156,6 +159,7 @@ class PartialRollout:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)
     mask_logprobs: list[list[float]] = field(default_factory=list)
+    rows: JoinedRows | None = None
     spans: list[TokenSpan] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -166,6 +170,11 @@ class PartialRollout:
     _base: int = 0
     _is_new_attempt: bool = True
     _preempted_before: int = 0
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        if params.get("routed_experts"):
+            self.rows = JoinedRows(params.get("routed_experts_start", 0))
 
     def begin_attempt(self) -> None:
         """Start an attempt. Its spans, text and count of preemptions begin at zero."""
@@ -181,6 +190,9 @@ class PartialRollout:
         ids = choice.get("token_ids") or []
         self._add_logprobs(ids, choice.get("logprobs"))
         self._add_masks(ids, choice)
+        if self.rows is not None:
+            last = len(self.request.prompt_ids) + len(self.token_ids) + len(ids) - 1
+            self.rows.add(choice.get("routed_experts"), before=last if ids else 0)
         # The text of an attempt includes that of the resumed tokens: a stop string may span two attempts.
         self.text = ("" if self._is_new_attempt else self.text) + (choice.get("text") or "")
         self._is_new_attempt = False
@@ -273,6 +285,7 @@ class PartialRollout:
             sampling_masks=self.masks if params.get("return_sampling_mask") else None,
             sampling_mask_logprobs=self.mask_logprobs if params.get("return_sampling_mask_logprobs") else None,
             prompt_logprobs=self.request.prompt_logprobs,
+            routed_experts=None if self.rows is None else self.rows.whole(),
             num_preempted=self.num_preempted,
             num_resumes=max(self.num_attempts - 1, 0),
             cached_tokens=self.cached_tokens,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy.core.experts import RoutedExperts
+
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
 
@@ -38,6 +40,9 @@ class Rollout:
     logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
     sampling_masks, sampling_mask_logprobs: per token, the ids that it was drawn from, and their logprobs, with the
     parameters return_sampling_mask and return_sampling_mask_logprobs. Scorer.logprobs takes them.
+    routed_experts: with the parameter routed_experts, the experts that computed each token of prompt and answer but the
+    last one, from the parameter routed_experts_start on; None without a token. ``routed_experts.array()`` has their
+    ids, [rows, experts layers, top_k]. A row is that of the computation that the next token was sampled from.
     prompt_logprobs: one entry per token of ``prompt_ids``; the first is None. spans: cover all tokens, in order.
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s, or because its adapter was
     unloaded: stop_reason "adapter_unloaded") | error (only within RolloutFailed). staleness: number of this client's
@@ -58,6 +63,7 @@ class Rollout:
     top_logprobs: list[dict[int, float]] | None = None
     sampling_masks: list[list[int]] | None = None
     sampling_mask_logprobs: list[list[float]] | None = None
+    routed_experts: RoutedExperts | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_preempted: int = 0
     num_resumes: int = 0

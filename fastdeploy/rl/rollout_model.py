@@ -54,7 +54,7 @@ class RolloutModel(nn.Layer):
         self._decoder = DECODERS.get(served.architecture, CHECKPOINT_DECODER)
         self._tied = served.tie_word_embeddings
         self._head_dtype = "float32" if config.lm_head_fp32 else config.dtype
-        self._mappings: dict[str, str] = {}
+        self._mappings: dict[str, str | list[str]] = {}
         self.rollout_model = self._new_layer()
         if not config.dynamic_load_weight:
             with open_source(FolderSource(config.model)) as reader:
@@ -66,8 +66,9 @@ class RolloutModel(nn.Layer):
         state: dict[str, paddle.Tensor] = self.rollout_model.state_dict(*args, **kwargs)
         return state
 
-    def get_name_mappings_to_training(self, trainer_degree: Any = None) -> dict[str, str]:
-        """Return the trainer's name of each tensor. trainer_degree: has no effect, as in FastDeploy."""
+    def get_name_mappings_to_training(self, trainer_degree: Any = None) -> dict[str, str | list[str]]:
+        """Return the trainer's name of each tensor; of stacked experts, that of each. trainer_degree: has no effect, as
+        in FastDeploy."""
         if not self._mappings:
             renamed = [one for one in self._fused if one.trained != one.name]
             self._mappings = {one.name: one.trained for one in (*renamed, *self._fused)}
@@ -129,6 +130,7 @@ class RolloutModel(nn.Layer):
                         inner.add_sublayer(name, nn.Layer())
                     inner = inner._sub_layers[name]
                 dtype: Any = self._head_dtype if one.parts[0][0] == LM_HEAD else self.fd_config.dtype
+                dtype = "float32" if one.is_float32 else dtype
                 parameter = inner.create_parameter(list(one.shape), dtype=dtype, is_bias=last == "bias")
                 inner.add_parameter(last, parameter)
         layer.eval()
@@ -178,9 +180,10 @@ class _Loader:
         return self._layer
 
     def _add_part(self, name: str, one: FusedTensor, value: Any, shape: tuple[int, ...]) -> None:
-        place = one.places()[self._checkpoint_name(name, one)]
-        expected = (*one.shape[:-1], place.stop - place.start)
-        if not one.transposed or one.parts[0][0] == LM_HEAD:  # an output layer may be [vocab, hidden] in both layouts
+        place = one.places()[self._checkpoint_name(name, one)][-1]
+        expected = (*one.shape[1 if one.experts else 0 : -1], place.stop - place.start)
+        # An output layer may be [vocab, hidden], and a router [experts, hidden], in both layouts.
+        if not one.transposed or one.parts[0][0] == LM_HEAD or one.is_float32:
             if one.transposed and shape == expected[::-1] and shape != expected:
                 value, shape = value.T, expected
             self._require(name, shape == expected, expected, shape)
@@ -201,12 +204,12 @@ class _Loader:
         """Write a part, [in, out], to its place."""
         target, part = self._state[one.name], self._checkpoint_name(name, one)
         value = value.astype(target.dtype).contiguous()  # a transposed view would stay one in the target
-        if len(one.parts) == 1:
+        if one.is_whole:
             target.set_value(value)
         else:
             if not target._is_initialized():
                 target.initialize()
-            target[..., one.places()[part]] = value
+            target[one.places()[part]] = value
         self._missing.pop(part, None)
 
     def _checkpoint_name(self, name: str, one: FusedTensor) -> str:

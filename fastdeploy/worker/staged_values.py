@@ -88,7 +88,10 @@ class StagedValues:
         if is_bias or parameter.is_vector:
             vector = self._vectors.setdefault(name, np.empty(rows, np.float32))
             return Region(1, rows, vector=vector)
-        return Region(rows, parameter.columns, self.loan.linear(parameter), first)
+        linear = self.loan.linear(parameter)
+        return Region(
+            rows, parameter.columns, linear, first, experts=parameter.experts, interleaved=int(parameter.interleaved)
+        )
 
     def _begin_with_serving(self, parameter: Parameter, serving: PackedLinear) -> None:
         if parameter.key not in self.loan.written:
@@ -118,7 +121,7 @@ class StagedValues:
         for name in parameter.biases:
             _, first, rows, _ = self._places[name]
             if name in arrived:
-                self._ops.set_bias(weight, first, self._vectors[name])
+                self._ops.set_bias(weight, first, parameter.linear_order(self._vectors[name]))
             else:
                 assert old_bias is not None
                 self._ops.set_bias(weight, first, old_bias[first : first + rows])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastdeploy.client import resubmission
@@ -19,6 +20,7 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import Output
+from support.fake_runner import EXPERTS, expected_rows
 
 
 class Engines:
@@ -30,6 +32,7 @@ class Engines:
         self.requests: list[AddRequest] = []
         self.streams: list[RequestStream] = []
         self.cancelled: list[tuple[str, int | None, str]] = []
+        self.model_info = {"experts": msgspec.structs.asdict(EXPERTS)}
 
     async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
         self.requests.append(request)
@@ -39,11 +42,14 @@ class Engines:
         self.streams.append(stream)
         return stream
 
-    def send(self, tokens: list[int], choice: int = 0, at: int = -1, start: int = 0, reason: str | None = None) -> None:
+    def send(
+        self, tokens: list[int], choice: int = 0, at: int = -1, start: int = 0, reason: str | None = None,
+        routed: bytes = b"",
+    ) -> None:  # fmt: skip
         """Send tokens of a choice in the stream number ``at``."""
         spans = [Span("v", 1, start, start + len(tokens))]
         logprobs = [Logprob(-1.0) for _ in tokens]
-        output = Output("r", choice, tokens, logprobs, spans, finish_reason=reason)
+        output = Output("r", choice, tokens, logprobs, spans, finish_reason=reason, routed=routed)
         self.streams[at].put(output)
         self.streams[at].wake()
 
@@ -54,8 +60,8 @@ class Engines:
                 stream.fail(EngineDead("it died"))
 
 
-def generation_of(client: Any, n: int = 1, **fields: Any) -> LastingGeneration:
-    sampling = SamplingParams(max_tokens=10, seed=7, min_tokens=4)
+def generation_of(client: Any, n: int = 1, routed: bool = False, **fields: Any) -> LastingGeneration:
+    sampling = SamplingParams(max_tokens=10, seed=7, min_tokens=4, routed_experts=routed)
     add = AddRequest("r", [1, 2], sampling, n=n, **fields)
     return LastingGeneration(client, None, GenerationRequest([add], [TextOptions()]), Pace(asyncio.Lock()))
 
@@ -110,6 +116,31 @@ def test_a_request_without_a_token_is_sent_again_as_it_was():
             assert client.requests[0] == client.requests[1]
             client.send([5], reason="stop")
             assert (await step)[0][1].token_ids == [5]
+
+    run(test())
+
+
+def test_rows_that_came_are_not_asked_for_again_and_none_is_lost():
+    rows, size = expected_rows([1, 2, 5, 6, 8, 9], EXPERTS), EXPERTS.row_bytes
+
+    async def test() -> None:
+        client = Engines()
+        async with generation_of(client, n=2, routed=True) as generation:
+            client.send([5, 6], choice=0, routed=rows[: 3 * size])
+            await generation.step()
+            client.die()
+            await generation.step()
+            client.connected.set()
+            step = asyncio.ensure_future(generation.step())
+            await asyncio.sleep(0)
+            asked = [request.sampling for request in client.requests[1:]]
+            assert [(s.routed_experts, s.routed_experts_start) for s in asked] == [(True, 3), (True, 0)]
+            client.send([8, 9], at=-2, reason="length", routed=rows[3 * size :])
+            client.send([5], at=-1, reason="length", routed=rows[: 2 * size])
+            await step
+            while not generation.finished:
+                await generation.step()
+            assert [choice.routed_experts.data for choice in generation.choices] == [rows, rows[: 2 * size]]
 
     run(test())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,17 @@ from typing import Any
 import pytest
 
 from e2e.server import in_background, until
+from fastdeploy.client.choice import Choice, TextOptions
+from fastdeploy.client.generation import Generation, GenerationRequest
+from fastdeploy.client.pace import Pace
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import StaticLauncher
 from fastdeploy.fleet.replica import ReplicaEvent
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
-from support.fake_runner import expected_tokens, write_adapter
+from support.fake_runner import EXPERTS, expected_rows, expected_tokens, write_adapter
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
 SLOW_S = 0.05  # of a step, until a test waits for the reply: no request ends before the test has disturbed it
@@ -233,6 +240,27 @@ def test_the_rest_of_a_choice_draws_the_same_random_numbers(fleet):
     choices = asked.reply()["choices"]
     assert [choice["token_ids"] for choice in choices] == [expected_tokens([1, 2, 3], 60)] * 2
     assert len(choices[0]["prompt_logprobs"]) == 3
+
+
+def test_each_choice_has_all_rows_of_its_experts_once_though_its_replica_was_lost():
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True, routed_experts=True)
+    add = AddRequest("r", [1, 2, 3], sampling, n=2)
+
+    async def choices(client: FleetClient) -> list[Choice]:
+        request = GenerationRequest([add], [TextOptions()])
+        async with Generation(client, None, request, Pace(asyncio.Lock())) as generation:
+            while not generation.finished:
+                await generation.step()
+        return generation.choices
+
+    with fake_fleet(2, runner={"step_s": SLOW_S, "experts": EXPERTS}) as fleet:
+        future = asyncio.run_coroutine_threadsafe(choices(fleet.client), fleet.loop)
+        busy(fleet).kill()
+        for engine in fleet.engines:
+            engine.runner.pace_s = 0.0
+        for choice in future.result(30):
+            assert choice.token_ids == expected_tokens([1, 2, 3], 60) and choice.num_preempted == 1
+            assert choice.routed_experts.data == expected_rows([1, 2, 3, *choice.token_ids], EXPERTS)
 
 
 def test_a_request_without_a_token_is_sent_again_as_it_was(fleet):

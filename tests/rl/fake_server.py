@@ -7,6 +7,7 @@ A token is a pure function of (seed, choice, absolute position), as the real sam
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections import deque
@@ -47,6 +48,14 @@ def text_of(tokens: list[int]) -> str:
 
 def logprob_of(token: int, position: int) -> float:
     return -((token * 31 + position * 17) % 101) / 10
+
+
+def rows_of(positions: range) -> dict[str, Any]:
+    """Return the routing of the tokens at these positions, in the server's own form: two of three layers have four
+    experts, and choose one of them."""
+    data = bytes(expert % 4 for p in positions for expert in (p, p * p // 3))
+    described = {"layers": [0, 2], "num_layers": 3, "num_experts": 4, "start": positions.start, "dtype": "uint8"}
+    return {"data": base64.b64encode(data).decode(), "shape": [len(positions), 2, 1], **described}
 
 
 class FakeServer:
@@ -242,6 +251,9 @@ class FakeServer:
         if start == 0 and k == 0 and body.get("prompt_logprobs") is not None:
             entries = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
             choice["prompt_logprobs"] = None if known is None else entries[:known]
+        if new and body.get("routed_experts"):
+            known_rows = len(body["prompt"]) + start - 1 if start else body.get("routed_experts_start", 0)
+            choice["routed_experts"] = rows_of(range(known_rows, len(body["prompt"]) + len(ids) - 1))
         await self._write(writer, {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]})
 
     async def _write(self, writer: asyncio.StreamWriter, *events: dict[str, Any] | bytes) -> None:

@@ -16,7 +16,7 @@ from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutR
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
 from rl.coroutines import run
-from rl.fake_server import EOS, FakeServer, Fault, token_at
+from rl.fake_server import EOS, FakeServer, Fault, rows_of, token_at
 from support.loop_clock import pass_time
 from support.search import examples
 
@@ -39,7 +39,8 @@ def rollout(*faults: Fault | None, params=PARAMS) -> tuple[Rollout, FakeServer]:
 
 def content(r: Rollout) -> tuple:
     spans = [(s.version, s.weight_epoch, s.start, s.end) for s in r.spans]
-    return r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.finish_reason, r.stop_reason, r.index
+    told = r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.routed_experts
+    return *told, r.finish_reason, r.stop_reason, r.index
 
 
 def begun(request: RolloutRequest, tokens: list[int]) -> PartialRollout:
@@ -86,6 +87,7 @@ def test_the_cached_tokens_are_those_of_the_attempt_that_made_the_first_token(fa
         optional={
             "ignore_eos": st.booleans(),
             "logprobs": st.sampled_from([None, 0, 2]),
+            "routed_experts": st.booleans(),
         },
     ),
 )
@@ -95,6 +97,8 @@ def test_any_schedule_of_faults_gives_the_undisturbed_answer(faults, n, params):
     joined, server = rollouts(*faults, params=params, n=n)
     assert [content(r) for r in joined] == [content(r) for r in alone]
     for r in joined:
+        if params.get("routed_experts"):
+            assert r.routed_experts.num_rows == len(PROMPT) + len(r.token_ids) - 1
         assert len(r.token_ids) <= params["max_tokens"]
         assert r.logprobs is None if params.get("logprobs", 0) is None else len(r.logprobs) == len(r.token_ids)
     assert params == before, "the caller's parameters are not changed"
@@ -285,3 +289,34 @@ def test_sampling_masks_and_logprobs_of_given_ids_are_joined_over_attempts():
     partial.begin_attempt()
     with pytest.raises(MalformedReply, match="sampling_mask"):
         partial.add_output({"token_ids": [9], "logprobs": logprobs, "sampling_mask": []}, None)
+
+
+def test_a_continuation_asks_for_the_rows_that_are_not_here_yet():
+    params = PARAMS | {"routed_experts": True, "routed_experts_start": 2}
+    joined, server = rollout(Fault("abort", 4), Fault("drop", 0), Fault("drop", 3), params=params)
+    assert [b["routed_experts_start"] for b in server.requests] == [2, 8, 8, 11]
+    assert joined.routed_experts.start == 2 and joined.routed_experts.info.layers == (0, 2)
+    expected = [[[p % 4], [p * p // 3 % 4]] for p in range(2, len(PROMPT) + 12 - 1)]
+    assert joined.routed_experts.array().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"start": 1}, "from position 0 on, got 10 bytes of shape"), ({"shape": [4, 2, 1]}, "got 10 bytes"),
+     ({"num_experts": 300}, "got 10 bytes"), ({"layers": [0]}, "got 10 bytes"),
+     (None, "expected routed_experts up to position 5, got those up to 0")],
+)  # fmt: skip
+def test_rows_that_do_not_fit_are_refused(change, message):
+    partial = PartialRollout(RolloutRequest(PROMPT, {"routed_experts": True, "logprobs": None}))
+    partial.begin_attempt()
+    rows = None if change is None else rows_of(range(5)) | change
+    with pytest.raises(MalformedReply, match=message):
+        partial.add_output({"token_ids": [9], "routed_experts": rows}, None)
+
+
+def test_rows_of_another_model_are_refused():
+    partial = PartialRollout(RolloutRequest(PROMPT, {"routed_experts": True, "logprobs": None}))
+    partial.begin_attempt()
+    partial.add_output({"token_ids": [9], "routed_experts": rows_of(range(5))}, None)
+    with pytest.raises(MalformedReply, match="num_experts=4.*got those of.*num_experts=8"):
+        partial.add_output({"token_ids": [9], "routed_experts": rows_of(range(5, 6)) | {"num_experts": 8}}, None)

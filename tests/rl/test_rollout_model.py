@@ -35,7 +35,17 @@ ENDS = {
     "model.embed_tokens.embeddings.weight": "model.embed_tokens.weight",
     "model.norm.weight": "model.norm.weight",
 }
-NAMES = ["qwen3", "qwen2_tied", "ernie_bias"]
+NAMES = ["qwen3", "qwen2_tied", "ernie_bias", "ernie_moe", "glm_moe"]
+# Of one layer of FastDeploy's ERNIE 4.5 with experts, beside its attention: fastdeploy/rl/rollout_model.py, develop.
+EXPERTS = ["mlp.experts.{}.up_gate_proj.weight", "mlp.experts.{}.down_proj.weight"]
+ERNIE_LAYER = {
+    "mlp.gate.weight": ("mlp.gate.weight", [64, 6]),
+    "mlp.experts.gate_correction_bias": ("mlp.moe_statics.e_score_correction_bias", [1, 6]),
+    "mlp.experts.up_gate_proj_weight": ([EXPERTS[0].format(i) for i in range(6)], [6, 64, 2 * 32]),
+    "mlp.experts.down_proj_weight": ([EXPERTS[1].format(i) for i in range(6)], [6, 32, 64]),
+    "mlp.shared_experts.up_gate_proj.weight": ("mlp.shared_experts.up_gate_proj.weight", [64, 2 * 64]),
+    "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.down_proj.weight", [64, 64]),
+}
 
 
 def model_of(folder: Path, **settings) -> RolloutModel:
@@ -72,6 +82,21 @@ def test_names_and_mappings_are_fastdeploys(checkpoints):
     qwen2 = model_of(checkpoints["qwen2"]).get_name_mappings_to_training()
     assert qwen2["qwen2.layers.0.self_attn.qkv_proj.bias"] == "qwen2.layers.0.self_attn.qkv_proj.bias"
     assert qwen2["qwen2.embed_tokens.embeddings.weight"] == "qwen2.embed_tokens.weight"
+
+
+def test_experts_are_stacked_under_fastdeploys_names_and_each_has_a_name_in_the_trainer(checkpoints):
+    model, prefix = model_of(checkpoints["ernie_moe"], dynamic_load_weight=False), "ernie.layers.1."
+    mappings, state = model.get_name_mappings_to_training(), model.state_dict()
+    names = {name.removeprefix(prefix) for name in state if name.startswith(prefix + "mlp.")}
+    assert names == ERNIE_LAYER.keys() and mappings.keys() == state.keys()
+    for name, (trained, shape) in ERNIE_LAYER.items():
+        wanted = prefix + trained if isinstance(trained, str) else [prefix + one for one in trained]
+        assert mappings[prefix + name] == wanted and state[prefix + name].shape == shape
+    assert mappings["ernie.layers.0.mlp.up_gate_proj.weight"] == "ernie.layers.0.mlp.up_gate_proj.weight"
+    experts = np.asarray(state[prefix + "mlp.experts.up_gate_proj_weight"].numpy())
+    up = tensors_of(checkpoints["ernie_moe"])["model.layers.1.mlp.experts.4.up_proj.weight"]
+    np.testing.assert_array_equal(experts[4, :, 32:], up.T)
+    assert state[prefix + "mlp.gate.weight"].dtype == paddle.float32
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +151,8 @@ def test_what_a_trainer_wrote_in_place_is_served_with_its_version(checkpoints, t
 def test_weights_load_from_checkpoint_paddle_and_own_names_in_any_order(checkpoints, name):
     expected = tensors_of(checkpoints[name])
     model = model_of(checkpoints[name])
-    linears = {key for key in expected if expected[key].ndim == 2 and "embed" not in key and "head" not in key}
+    kept = ("embed", "head", "correction_bias")
+    linears = {key for key in expected if expected[key].ndim == 2 and not any(one in key for one in kept)}
     in_out = {key: np.ascontiguousarray(value.T) if key in linears else value for key, value in expected.items()}
     for given in (expected, in_out, dict(reversed(in_out.items()))):
         model.load_weights(iter(given.items()))

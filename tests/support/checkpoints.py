@@ -56,8 +56,12 @@ class Spec:
     @property
     def experts(self) -> int:
         """The number of experts of a layer, 0 for a dense model."""
-        keys = ("num_experts", "moe_num_experts", "n_routed_experts")
+        keys = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
         return next((self.extra[key] for key in keys if key in self.extra), 0)
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        return self.model_type == "gpt_oss"
 
     @property
     def experts_layers(self) -> list[int]:
@@ -122,6 +126,7 @@ MODEL_TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
 }
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
@@ -184,8 +189,7 @@ GLM_MOE = {
     "use_qk_norm": True,
     "rope_theta": 1e6,
 }
-# Of the 8 frequencies, the first two are left alone, and the last two divided.
-YARN = {
+DEEPSEEK_ROPE = {
     "type": "yarn",
     "factor": 8.0,
     "mscale": 1.0,
@@ -208,7 +212,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
-    "rope_scaling": YARN,
+    "rope_scaling": DEEPSEEK_ROPE,
     "rope_interleave": False,  # that of V2 is interleaved
     "attention_bias": True,
 }
@@ -219,6 +223,31 @@ DEEPSEEK_V2 = DEEPSEEK | {
     "norm_topk_prob": False,
     "rope_scaling": None,
     "attention_bias": False,
+}
+# Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+    "sliding_window": 37,
+    "rope_theta": 1000.0,
+    "rope_scaling": YARN_ROPE,
+}
+# All experts are chosen: bfloat16 and float32 never choose others, after which nothing could be compared.
+GPT_OSS_OTHER = GPT_OSS | {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+    "attention_bias": False,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_scaling": YARN_ROPE | {"truncate": True, "attention_factor": 1.1},
 }
 SPECS = {
     spec.name: spec
@@ -249,9 +278,21 @@ SPECS = {
         Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=18),
         Spec("deepseek", "DeepseekV3ForCausalLM", layers=3, kv_heads=4, shards=2, extra=DEEPSEEK, seed=18),
         Spec("deepseek_v2", "DeepseekV2ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_V2, seed=20),
+        Spec("gpt_oss", "GptOssForCausalLM", hidden=80, inner=48, layers=3, head_dim=16, extra=GPT_OSS, seed=16),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
         Spec("gemma_bf16", "Gemma3ForCausalLM", dtype=BFLOAT16, tied=True, head_dim=32, extra=GEMMA, seed=12),
+        Spec(
+            "gpt_oss_bf16",
+            "GptOssForCausalLM",
+            dtype=BFLOAT16,
+            hidden=80,
+            inner=48,
+            head_dim=16,
+            shards=2,
+            extra=GPT_OSS_OTHER,
+            seed=20,
+        ),
     )
 }
 
@@ -312,6 +353,17 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
         tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
         for name in ("pre", "post") if spec.is_gemma else ():
             tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)
+        if spec.is_gpt_oss:
+            experts, inner, mlp = spec.experts, spec.inner, p + "mlp."
+            tensors[p + "self_attn.sinks"] = normal(spec.heads, scale=1.0, mean=1.0)
+            tensors[mlp + "router.weight"] = normal(experts, hidden, scale=2 * hidden**-0.5)
+            tensors[mlp + "router.bias"] = normal(experts, scale=0.5)
+            # Some of the values are beyond the limit of the activation.
+            tensors[mlp + "experts.gate_up_proj"] = normal(experts, hidden, 2 * inner, scale=4 * hidden**-0.5)
+            tensors[mlp + "experts.gate_up_proj_bias"] = normal(experts, 2 * inner, scale=0.3)
+            tensors[mlp + "experts.down_proj"] = normal(experts, inner, hidden, scale=0.3 * inner**-0.5)
+            tensors[mlp + "experts.down_proj_bias"] = normal(experts, hidden, scale=0.3)
+            continue
         if layer in spec.experts_layers:
             tensors[p + "mlp.gate.weight"] = normal(spec.experts, hidden, scale=2 * hidden**-0.5)
             name, shape = spec.router_bias

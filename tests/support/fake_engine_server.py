@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ class FakeEngine:
     """Answers Hello and status calls.
 
     adapters: answer to AdaptersArgs. A request that names another adapter is refused.
+    model_info: of the reply to ModelInfoArgs.
     script: gives the outputs of a request. Each is sent once the client has received the one before and ``taken()`` is
     true, since a reader that finds several outputs shows them as one. seen: every message without an answer of its own.
     """
@@ -35,6 +36,7 @@ class FakeEngine:
         pid: int | None = None,
         max_model_len: int = 128,
         vocab_size: int = 272,
+        model_info: Mapping[str, Any] = {},
     ):
         self.boot_id = boot_id
         self.seen: queue.Queue[Any] = queue.Queue()
@@ -50,7 +52,7 @@ class FakeEngine:
         self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the last output that was sent
         self._next_fence = 1 << 32  # above the fences of tests
         self._welcome = m.Welcome(boot_id=boot_id, pid=pid or NO_PROCESS, max_model_len=max_model_len)
-        self._vocab_size = vocab_size
+        self._model_info = {"vocab_size": vocab_size, **model_info}
         self._transport = ZmqRouterTransport(endpoint)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -105,7 +107,7 @@ class FakeEngine:
                 self.clients.append(client)
                 self._transport.send(client, self._welcome)
             case m.Call(args=m.ModelInfoArgs()):
-                self._transport.send(client, m.Reply(message.call_id, {"vocab_size": self._vocab_size}))
+                self._transport.send(client, m.Reply(message.call_id, self._model_info))
             case m.Call(args=args) if type(args) in self.replies:
                 self.seen.put(message)
                 if reply := self.replies[type(args)](message):

@@ -77,9 +77,18 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
     return tokens[len(prompt) :]
 
 
+def context_of(token_ids: list[int]) -> int:
+    """Return the checksum of the tokens before another one."""
+    return zlib.crc32(repr(token_ids).encode())
+
+
 def row_of(token_ids: list[int], info: ExpertsInfo, weights: int = 0, adapter: int = 0) -> bytes:
     """Return the row of the last of ``token_ids`` in the model with these weights, and with an adapter "a<k>"."""
-    seed = zlib.crc32(repr(("row", weights, adapter, *token_ids)).encode())
+    return _row(token_ids[-1], context_of(token_ids[:-1]), info, weights, adapter)
+
+
+def _row(token: int, context: int, info: ExpertsInfo, weights: int, adapter: int) -> bytes:
+    seed = zlib.crc32(repr((weights, adapter, token, context)).encode())
     ids = [(seed >> i) % info.num_experts for i in range(info.row_ids)]
     return np.array(ids, info.dtype).tobytes()
 
@@ -352,14 +361,14 @@ class FakeRunner:
             slot = self.slots[blocks[position // size]][position % size]
             assert slot is not None, f"{key}: position {position} was never computed"
             assert (slot.token, slot.position) == (tokens[position], position), f"{key}: foreign KV at {position}"
-            assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{key}: foreign context"
+            assert slot.context == context_of(tokens[:position]), f"{key}: foreign context"
             assert slot.weights == self.weights or key in self.mixed_ok, f"{key}: stale KV at {position}"
             assert slot.adapter in adapters, f"{key}: KV of another adapter at {position}"
+        info, content = self.info.experts, self._content(number)
         for position in range(chunk.start, end):
-            context = zlib.crc32(repr(tokens[:position]).encode())
-            slot = Slot(
-                tokens[position], position, self.weights, number, context, self._row(tokens[: position + 1], number)
-            )
+            token, context = tokens[position], context_of(tokens[:position])
+            row = b"" if info is None else _row(token, context, info, self.weights, content)
+            slot = Slot(token, position, self.weights, number, context, row)
             self.slots[blocks[position // size]][position % size] = slot
         self.computed_tokens += chunk.count
         assert chunk.sample == (end == len(tokens))
@@ -370,10 +379,6 @@ class FakeRunner:
         if isinstance(drawn, Sampled):
             self._end[key] = end - chunk.drafted + len(drawn.token_ids) - 1
         return drawn
-
-    def _row(self, token_ids: list[int], number: int) -> bytes:
-        info = self.info.experts
-        return b"" if info is None else row_of(token_ids, info, self.weights, self._content(number))
 
     def _rows(self, chunk: ScheduledChunk, known: Known, drawn: Sampled) -> bytes:
         """Return the rows that a chunk asks for, which are kept beside the KV."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import httpx
 import pytest
@@ -93,11 +94,11 @@ class Stack:
     """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket, ``restart_server`` the API
     server on the same port."""
 
-    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys, **engine):
         self._endpoint = endpoint
         self._args = (endpoint, tokenizer, config, keys)
         self.server = Server(*self._args)
-        self.restart_engine()
+        self.restart_engine(**engine)
         self.server.wait_connected()
 
     @property
@@ -128,19 +129,27 @@ class Stack:
 
 @contextlib.contextmanager
 def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
-    path, made, own = ipc_dir.create(), [], tokenizer
+    paths, made, own = [], [], tokenizer
 
     def make(
-        with_tokenizer: bool = True, keys: Keys = NO_KEYS, tokenizer: Tokenizer | None = None, **settings
+        with_tokenizer: bool = True,
+        keys: Keys = NO_KEYS,
+        tokenizer: Tokenizer | None = None,
+        engine: Mapping[str, Any] = {},
+        **settings,
     ) -> Stack:
+        """Return a stack. engine: settings of the fake engine."""
         config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
-        made.append(Stack(ipc_dir.endpoint(path), (tokenizer or own) if with_tokenizer else None, config, keys))
+        used = (tokenizer or own) if with_tokenizer else None
+        paths.append(ipc_dir.create())
+        made.append(Stack(ipc_dir.endpoint(paths[-1]), used, config, keys, **engine))
         return made[-1]
 
     yield make
     for stack in made:
         stack.close()
-    ipc_dir.remove(path)
+    for path in paths:
+        ipc_dir.remove(path)
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 class Sequence:
     """One choice. ids: prompt and output. computed: how many of them are in the KV cache. non_finite: set when the
     logits of a step were not finite; the sequence ends there. number: the runner's number of the sequence. told: how
-    many tokens and blocks the runner knows. served: the weights that compute it."""
+    many tokens and blocks the runner knows. served: the weights that compute it. rows_from: position of the first token
+    whose row the sequence asks for; -1 = it asks for none. rows: those that it has."""
 
     name: str
     ids: list[int]
@@ -42,6 +43,8 @@ class Sequence:
     number: int | None = None
     told: tuple[int, int] = (0, 0)
     served: ServedWeights = ServedWeights()
+    rows_from: int = -1
+    rows: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.ids)
@@ -73,7 +76,8 @@ class Driver:
         result = self.runner.execute(plan)
         assert result.step_id == self.steps and len(result.sampled) == len(chunks)
         self.steps += 1
-        for sequence, scheduled, sampled in zip(sequences, chunks, result.sampled, strict=True):
+        for i, (sequence, scheduled, sampled) in enumerate(zip(sequences, chunks, result.sampled, strict=True)):
+            sequence.rows += result.routed.get(i, b"")
             sequence.computed += scheduled.num_known
             assert (sampled is not None) == scheduled.sample
             if isinstance(sampled, NonFinite | NoneAllowed):
@@ -113,15 +117,21 @@ class Driver:
         s.told = len(s.ids), len(s.table)
         start, sample = s.computed, end == len(s.ids)
         unsent, count = s.ids[tokens:] + drafts, end - start + len(drafts)
+        routed_from = -1
+        if (info := self.runner.info.experts) is not None and sample and s.rows_from >= 0:
+            routed_from = s.rows_from + len(s.rows) // info.row_bytes
         return ScheduledChunk(
-            s.number, start, count, sample, s.served, unsent, s.table[blocks:], new, drafted=len(drafts)
-        )
+            s.number, start, count, sample, s.served, unsent, s.table[blocks:], new,
+            drafted=len(drafts), routed_from=routed_from,
+        )  # fmt: skip
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
     """Return the same request, not yet begun."""
     ids = sequence.ids[: sequence.prompt_len]
-    return replace(sequence, ids=ids, computed=0, table=[], logprobs=[], prompt_len=0, number=None, **changes)
+    return replace(
+        sequence, ids=ids, computed=0, table=[], logprobs=[], prompt_len=0, number=None, rows=bytearray(), **changes
+    )
 
 
 def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]]) -> Draws:

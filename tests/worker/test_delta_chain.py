@@ -139,6 +139,7 @@ CHAINS = [
     ("qwen2", "float32", "cpu"),
     ("llama_tied", "bfloat16", "cpu"),
     ("qwen3", "bfloat16", "cpu avx2"),
+    ("gpt_oss", "bfloat16", "cpu"),
     ("qwen2", "bfloat16", "reference"),
 ]
 

@@ -47,6 +47,22 @@ def test_a_request_resubmitted_at_any_point_continues_with_the_same_tokens(llm):
         assert whole.logprobs[:k] + rest.logprobs == whole.logprobs, f"resubmitted after {k} tokens"
 
 
+def test_the_rest_of_a_request_has_the_rows_that_its_beginning_lacks(checkpoints):
+    ids, asked = prompt(21, 211), {"routed_experts": True}
+    settings = {"num_gpu_blocks_override": 64, "max_model_len": 64, "enable_return_routed_experts": True}
+    with LLM(str(checkpoints["qwen3_moe"]), **settings) as llm:
+        whole = llm.generate([ids], params(12, n=2, **asked))[0].outputs
+        for k, choice in [(k, choice) for k in (1, 5, 11) for choice in whole]:
+            rows, at = choice.routed_experts.array(), len(ids) + k - 1
+            assert len(rows) == len(ids) + 11 and len(choice.token_ids) == 12
+            more = params(12 - k, routed_experts_start=at, **asked)
+            rest = llm.generate([ids + choice.token_ids[:k]], more, resumed_tokens=k, first_choice=choice.index)[
+                0
+            ].outputs[0]
+            assert rest.token_ids == choice.token_ids[k:]
+            assert (rest.routed_experts.start, rest.routed_experts.array().tolist()) == (at, rows[at:].tolist())
+
+
 def test_without_resumed_tokens_the_penalties_would_draw_others(llm):
     ids = prompt(21, 211)
     whole = llm.generate([ids], params(LENGTH))[0].outputs[0]

@@ -32,7 +32,6 @@ namespace fd {
 namespace FD_ISA {
 
 constexpr int64_t kUnits = kKeyBlock / kUnit;
-constexpr float kLog2E = 1.44269504f;
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
 // values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile: as many keys and values of

@@ -14,7 +14,7 @@
 namespace fd {
 namespace FD_ISA {
 
-constexpr float kLn2 = 0.69314718f;
+constexpr float kLn2 = 0.69314718f, kLog2E = 1.44269504f;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
 // Merges a later partition, of keys from `begin` on, into the state of those before. Rows that see no key of the
@@ -53,15 +53,23 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
   }
 }
 
+// The sum of the weights of a row, with that of the sink of its head: a score of a key without a value.
+static inline float mass_with_sink(const AttentionArgs& a, int64_t head, float best, float mass) {
+  if (a.sinks == nullptr) return mass;
+  const Floats16 weight = exp2(set1(std::min(126.0f, a.sinks[head] * kLog2E - best)));  // exp2 takes no more than 126
+  return mass + reduce_max(weight);
+}
+
 static inline void write_out(const AttentionArgs& a, const Task& task, const SoftmaxState& state) {
   const int64_t dim = a.cache->head_dim, group = group_size(a);
   for (int64_t i = 0; i < task.rows * task.kv_heads; ++i) {
     const int64_t r = i % task.rows;
     const int64_t head = (task.kv_head + i / task.rows) * group + (task.first_row + r) % group;
     float* to = a.out + (token_of(a, task, r) * a.heads + head) * dim;
+    const Floats16 mass = set1(mass_with_sink(a, head, state.best[i], state.mass[i]));
     for (int64_t d = 0; d < dim; d += 16) {
       const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
-      store_n(to + d, div(load(state.out + i * a.cache->dim_padded + d), set1(state.mass[i])), n);
+      store_n(to + d, div(load(state.out + i * a.cache->dim_padded + d), mass), n);
     }
   }
 }

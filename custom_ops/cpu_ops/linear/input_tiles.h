@@ -109,7 +109,12 @@ static inline void store_products(int64_t m, const Weight& w, float* out, bool a
   }
 }
 
-// Fills `inner` with activation(gate) * up, where products (see above) computes both halves of `w`.
+static inline __m512 approximate_gated(Activation activation, __m512 gate, __m512 up) {
+  if (activation == kSwigluClamped) return approximate_swiglu_clamped(gate, up);
+  return _mm512_mul_ps(activation == kGeluTanh ? approximate_gelu_tanh(gate) : approximate_silu(gate), up);
+}
+
+// Fills `inner` with the activation of gate and up, where products (see above) computes both halves of `w`.
 template <typename Products>
 static inline void gate_products(int64_t m, const Weight& w, const InputTiles& inner, Activation activation,
                                  const Products& products) {
@@ -121,8 +126,7 @@ static inline void gate_products(int64_t m, const Weight& w, const InputTiles& i
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
   const auto finish = [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    const __m512 left = activation == kGeluTanh ? approximate_gelu_tanh(gate.v) : approximate_silu(gate.v);
-    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(left, up.v)));
+    put(row, pair, (__m256i)_mm512_cvtneps_pbh(approximate_gated(activation, gate.v, up.v)));
   };
   products(Halves{half_tiles}, finish, [](int64_t, int64_t) {});
 }

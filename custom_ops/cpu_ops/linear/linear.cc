@@ -202,7 +202,7 @@ LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Wei
   const int64_t half = w.n / 2, m = input.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
   for_all_pairs(input, w, loras, Halves{half / kColumns}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(activated(activation, gate), up)));
+    store(rows + row * next.k_padded + pair * kColumns, rounded(next, gated(activation, gate, up)));
   });
   for (int64_t r = 0; r < m; ++r)
     std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);

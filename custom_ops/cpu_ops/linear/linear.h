@@ -23,8 +23,8 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 // out [m, n] = input @ w.T + bias + adapters; with `accumulate`, the result is added to out.
 void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate);
 
-// Computes activation(input @ gate.T) * (input @ up.T), with biases and adapters, as the input of `next`. The weight
-// packs gate, then up, each of whole column tiles.
+// Computes the activation of input @ gate.T and input @ up.T, with biases and adapters, as the input of `next`. The
+// weight packs gate, then up, each of whole column tiles.
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& gate_up, const LoraRows& loras,
                            Activation activation, const Weight& next);
 
@@ -62,8 +62,9 @@ static inline float norm_factor(const float* x, int64_t h, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(h) + eps);
 }
 
-static inline Floats16 activated(Activation activation, Floats16 x) {
-  return activation == kGeluTanh ? gelu_tanh(x) : silu(x);
+static inline Floats16 gated(Activation activation, Floats16 gate, Floats16 up) {
+  if (activation == kSwigluClamped) return swiglu_clamped(gate, up);
+  return mul(activation == kGeluTanh ? gelu_tanh(gate) : silu(gate), up);
 }
 
 // Adds bias and adapter to a product.

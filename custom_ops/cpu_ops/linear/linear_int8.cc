@@ -151,7 +151,7 @@ LinearInput multiply_gated_int8(ScratchSlot slot, const LinearInput& input, cons
   const int64_t half = w.n / 2, m = input.m;
   float* inner = static_cast<float*>(scratch(kScratchGateUp, static_cast<size_t>(m * half) * 4));
   for_all_pairs(input, w, loras, Halves{half / kColumns}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    store(inner + row * half + pair * kColumns, mul(activated(activation, gate), up));
+    store(inner + row * half + pair * kColumns, gated(activation, gate, up));
   });
   return make_int8_input(slot, inner, nullptr, 0, m, next);
 }

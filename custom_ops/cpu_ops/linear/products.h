@@ -48,8 +48,8 @@ static inline LinearInput gated_product(ScratchSlot slot, const LinearInput& inp
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
       const float *gate = both + r * w.n + i, *up = gate + half;
-      const Floats16 left = activated(activation, load_n(gate, count));
-      store_n(both + r * half + i, mul(left, load_n(up, count)), count);  // after all reads
+      const Floats16 inner = gated(activation, load_n(gate, count), load_n(up, count));
+      store_n(both + r * half + i, inner, count);  // after all reads
     }
   return input_of(slot, both, nullptr, 0, input.m, next);
 }

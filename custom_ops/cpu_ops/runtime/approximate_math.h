@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include "runtime/simd.h"
+
 namespace fd {
 namespace FD_ISA {
 
@@ -41,6 +43,14 @@ static inline __m512 approximate_gelu_tanh(__m512 x) {
   const __m512 factor =
       _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-1.02943240e-1f), _mm512_set1_ps(-2.30220819f));
   return approximate_gate(x, _mm512_mul_ps(x, factor));
+}
+
+// swiglu_clamped of simd.h, within 1e-5.
+static inline __m512 approximate_swiglu_clamped(__m512 gate, __m512 up) {
+  const __m512 limit = _mm512_set1_ps(kSwigluLimit), least = _mm512_set1_ps(-kSwigluLimit);
+  const __m512 g = _mm512_min_ps(limit, gate), u = _mm512_max_ps(least, _mm512_min_ps(limit, up));
+  const __m512 activated = approximate_gate(g, _mm512_mul_ps(g, _mm512_set1_ps(-kSwigluAlpha * 1.44269504f)));
+  return _mm512_mul_ps(activated, _mm512_add_ps(u, _mm512_set1_ps(1.0f)));
 }
 
 }  // namespace FD_ISA

@@ -236,5 +236,15 @@ static inline Floats16 gelu_tanh(Floats16 x) {
   return div(x, add(set1(1.0f), exp(sub(zero(), y))));
 }
 
+// The SwiGLU of gpt-oss (GptOssExperts of transformers): g / (1 + e^-1.702g) * (u + 1), where g is the gate, at most 7,
+// and u is up, between -7 and 7. NaN stays NaN.
+constexpr float kSwigluLimit = 7.0f, kSwigluAlpha = 1.702f;
+
+static inline Floats16 swiglu_clamped(Floats16 gate, Floats16 up) {
+  const Floats16 g = min(set1(kSwigluLimit), gate), u = max(set1(-kSwigluLimit), min(set1(kSwigluLimit), up));
+  const Floats16 activated = div(g, add(set1(1.0f), exp(mul(g, set1(-kSwigluAlpha)))));
+  return mul(activated, add(u, set1(1.0f)));
+}
+
 }  // namespace FD_ISA
 }  // namespace fd

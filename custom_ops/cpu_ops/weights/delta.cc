@@ -36,14 +36,17 @@ struct Advance {
   int64_t values;
 };
 
-// A flat position in a region. T: the bits of a value in the dtype of the ops.
+// A flat position in the tensor of a region. T: the bits of a value in the dtype of the ops.
 template <typename T>
 class Cursor {
  public:
-  explicit Cursor(const Region& region) : region_(region) { enter_row(); }
+  explicit Cursor(const Region& region) : region_(region) {
+    if (region.experts == 0) enter_row();
+  }
 
   // Returns the address of the value that lies `gap` behind the last one.
   T* advance(int64_t gap) {
+    if (region_.experts > 0) return advance_in_experts(gap);
     column_ += gap;
     if (column_ >= region_.columns) {
       row_ += column_ / region_.columns;
@@ -51,20 +54,35 @@ class Cursor {
       enter_row();
     }
     if (region_.linear == nullptr) return values_ + column_ * kPerFloat;
-    return kPerFloat == 2 ? values_ + column_ / 2 * 32 + column_ % 2 : values_ + column_ * kColumns;
+    return values_ + within_row(column_);
   }
 
  private:
   static constexpr int64_t kPerFloat = 4 / sizeof(T);
+
+  static int64_t within_row(int64_t column) {
+    return kPerFloat == 2 ? column / 2 * 32 + column % 2 : column * kColumns;
+  }
+
+  // row_: the columns before, of all experts; column_: the row of an expert.
+  T* advance_in_experts(int64_t gap) {
+    column_ += gap;
+    row_ += column_ / region_.rows_of_expert();
+    column_ %= region_.rows_of_expert();
+    return row_of_linear(region_.linear_row(row_ / region_.columns, column_)) + within_row(row_ % region_.columns);
+  }
+
+  T* row_of_linear(int64_t row) const {
+    const Weight& w = *region_.linear;
+    return static_cast<T*>(w.data) + row / kColumns * w.tile_elements() + row % kColumns * kPerFloat;
+  }
 
   void enter_row() {
     if (region_.linear == nullptr) {  // the upper half of a float has the bits of a bfloat16
       values_ = reinterpret_cast<T*>(region_.vector + row_ * region_.columns) + kPerFloat - 1;
       return;
     }
-    const Weight& w = *region_.linear;
-    const int64_t row = region_.first_row + row_;
-    values_ = static_cast<T*>(w.data) + row / kColumns * w.tile_elements() + row % kColumns * kPerFloat;
+    values_ = row_of_linear(region_.first_row + row_);
   }
 
   const Region& region_;

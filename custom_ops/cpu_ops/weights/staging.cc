@@ -225,15 +225,34 @@ StageResult stage_block(bool bf16, const StageItem& item, const Piece& block) {
   char* rows = static_cast<char*>(scratch(kScratchQkv, static_cast<size_t>(n * size)));
   kernels.transpose(bf16, values, block.count, block.columns, rows);
   bool finite = true;
-  for (int64_t r = 0; r < block.count; ++r)
-    finite &= kernels.check(bf16, rows + r * block.columns * size,
-                            (block.first + r) * region.columns + block.first_column, block.columns, result.fingerprint);
+  if (region.experts > 0) {  // the stored order is that of the tensor
+    for (int64_t c = 0; c < block.columns; ++c)
+      finite &= kernels.check(bf16, values + c * block.count * size, item.viewed(block.first, block.first_column + c),
+                              block.count, result.fingerprint);
+  } else {
+    for (int64_t r = 0; r < block.count; ++r)
+      finite &=
+          kernels.check(bf16, rows + r * block.columns * size, (block.first + r) * region.columns + block.first_column,
+                        block.columns, result.fingerprint);
+  }
   if (!finite) {
     result.problem = problem_of(bf16, item.kind, source, n);
     return result;
   }
-  kernels.pack_block(*region.linear, region.first_row + block.first, block.count, block.first_column, block.columns,
-                     rows);
+  const auto pack = [&](int64_t first, int64_t count, const char* from) {
+    kernels.pack_block(*region.linear, first, count, block.first_column, block.columns, from);
+  };
+  if (region.interleaved == 0) {
+    pack(region.first_row + block.first, block.count, rows);
+    return result;
+  }
+  const int64_t expert = block.first / region.rows_of_expert(), first = block.first % region.rows_of_expert();
+  const int64_t half = block.count / 2, row_bytes = block.columns * size;
+  char* parted = static_cast<char*>(scratch(kScratchInner, static_cast<size_t>(n * size)));  // over `values`
+  for (int64_t r = 0; r < block.count; ++r)
+    std::memcpy(parted + (r % 2 * half + r / 2) * row_bytes, rows + r * row_bytes, static_cast<size_t>(row_bytes));
+  for (int64_t part = 0; part < 2; ++part)
+    pack(region.linear_row(expert, first + part), half, parted + part * half * row_bytes);
   return result;
 }
 

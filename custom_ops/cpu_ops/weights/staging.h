@@ -24,8 +24,16 @@ struct Region {
   Weight* linear;
   int64_t first_row;
   float* vector;
+  int64_t experts = 0, interleaved = 0;
 
   int64_t size() const { return rows * columns; }
+  int64_t rows_of_expert() const { return rows / experts; }
+
+  // The row of the linear that has the stored row `row` of an expert.
+  int64_t linear_row(int64_t expert, int64_t row) const {
+    const int64_t of_expert = rows_of_expert(), half = of_expert / 2;
+    return first_row + expert * of_expert + (interleaved ? row % 2 * half + row / 2 : row);
+  }
 };
 
 // StageItem of ops/interface.py. memory: null, or all of an array of `memory_bytes`. stride, run, step: of a View,

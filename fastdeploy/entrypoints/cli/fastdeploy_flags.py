@@ -60,13 +60,27 @@ def _waiting(text: str, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_waiting": number} if number > 0 else {}
 
 
-def _speculation(text: str, _: Mapping[str, Any]) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError:
         config = None
     if not isinstance(config, dict):
         raise ValueError(f"expected a JSON object, got {text!r}")
+    return config
+
+
+def _routing(text: str, _: Mapping[str, Any]) -> dict[str, Any]:
+    config = {} if text == "null" else _json_object(text)
+    if not config.get("enable_routing_replay"):
+        return {}
+    if (store := config.get("routing_store_type", "local")) != "response":
+        raise ValueError(f"replies have the routing, so routing_store_type {store!r} is not here; use response")
+    return {"enable_return_routed_experts": True}
+
+
+def _speculation(text: str, _: Mapping[str, Any]) -> dict[str, Any]:
+    config = _json_object(text)
     if (method := config.get("method")) not in NGRAM_METHODS:
         raise ValueError(f"there is no draft model, so method {method!r} is not here; leave the flag out, or use ngram")
     return {"enable_speculative_decoding": method in ("ngram", "suffix")}
@@ -164,7 +178,11 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("enable_expert_parallel", NO_MIXTURE, SWITCH),
     no_effect("enable_eplb", NO_MIXTURE, SWITCH),
     no_effect("eplb_config", NO_MIXTURE),
-    refused("routing_replay_config", NO_MIXTURE, "{}", "null"),
+    differs(
+        "routing_replay_config",
+        "`routing_store_type` `response` is `--enable-return-routed-experts`; no store of files, and none by RDMA",
+        _routing,
+    ),
     no_effect("enable_chunked_moe", NO_MIXTURE, SWITCH),
     no_effect("chunked_moe_size", NO_MIXTURE),
     no_effect("ep_prefill_use_worst_num_tokens", NO_MIXTURE, SWITCH),

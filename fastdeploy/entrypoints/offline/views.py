@@ -85,7 +85,7 @@ class OutputView:
         return CompletionOutput(
             i, choice.token_ids, message["content"], reason, choice.stop_reason, choice.spans,
             message.get("reasoning_content"), message.get("tool_calls"), choice.message, 0, choice.num_preempted,
-            choice.logprobs, self._reader,
+            choice.routed_experts, choice.logprobs, self._reader,
         )  # fmt: skip
 
     def _delta(self, i: int, delta: ChoiceDelta) -> CompletionOutput:
@@ -99,5 +99,5 @@ class OutputView:
         return CompletionOutput(
             i, delta.token_ids, message.get("content", ""), reason, choice.stop_reason if ended else None, delta.spans,
             message.get("reasoning_content"), message.get("tool_calls"), choice.message if ended else "", delta.first,
-            choice.num_preempted, delta.logprobs, self._reader,
+            choice.num_preempted, choice.routed_experts if ended else None, delta.logprobs, self._reader,
         )  # fmt: skip

@@ -145,7 +145,7 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
         "max_loaded_loras": None,  # not limited
         # slime compares these with its own settings before it takes an engine that it has not started.
         "enable_memory_saver": False,
-        "enable_return_routed_experts": False,
+        "enable_return_routed_experts": bool(client.model_info.get("routed_experts")),
         "weight_version": info["version"],
         "version": VERSION,
         "time": time.time(),

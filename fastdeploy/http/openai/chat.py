@@ -20,6 +20,7 @@ from fastdeploy.http.openai.meta_info import meta_info
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatTokensBody
 from fastdeploy.http.openai.reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 from fastdeploy.http.openapi import streams, takes
+from fastdeploy.http.routed_experts import Form
 
 CHARS_PER_WORK = 32  # to parse, in the units of Pace
 
@@ -66,13 +67,17 @@ class ChatView(OpenAIReply):
         return body
 
     async def choices(self) -> list[dict[str, Any]]:
-        """Add what NeMo-RL reads of a message, with log probabilities and names of tokens; and SGLang's meta_info."""
+        """Add what NeMo-RL reads of a message: its tokens, with log probabilities and names of tokens, and the routing.
+        And SGLang's meta_info, which has the routing that sgl_ext has without it."""
         choices, body = await super().choices(), self._body
         for i, choice in enumerate(choices):
             if body.logprobs and body.return_tokens_as_token_ids:
                 choice["message"] |= await turn_fields(self.generation, i)
+            if self._routing_form is Form.NEMO_RL and "routed_experts" in choice:
+                choice["message"]["routed_experts"] = choice.pop("routed_experts")
             if body.return_meta_info:
                 choice["meta_info"] = await meta_info(self.generation, i, bool(body.logprobs), self._asks_mask)
+                choice["meta_info"] |= choice.pop("sgl_ext", {})
         return choices
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from fastdeploy.http.body import Body, Int64, body_fields, given_fields
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.openai.structured import ConstrainedBody
 from fastdeploy.http.openapi import described
+from fastdeploy.http.routed_experts import Asked, Form, form_of_server
 
 # Fields of OpenAI, vLLM and SGLang that are not supported, each with the values that mean "not used".
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
-        "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
+        "echo", "use_beam_search", "early_stopping", "flat_logprobs",
         "enable_response_messages", "return_hidden_states", "return_indexer_topk",
         "return_cached_tokens_details", "return_meta_info",
     ), (None, False)),
@@ -48,7 +49,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
     "length_penalty": (None, 1, 1.0),
-    "routed_experts_start_len": (None, 0),
 }  # fmt: skip
 MAX_MESSAGES = 65536
 MAX_TOOLS = 1024
@@ -78,7 +78,9 @@ else:
 class GenerationBody(CoreFieldsBody, ConstrainedBody):
     """Fields that completions and chat have in common. Those of RequestFields and SamplingParams are listed only where
     they differ here. None means "absent", since clients send explicit nulls. max_tokens: 0 with echo. seed -1 = none.
-    top_k -1 = off. detokenize: false = the answer has no text, as in vLLM."""
+    top_k -1 = off. detokenize: false = the answer has no text, as in vLLM. routed_experts_prompt_start: vLLM's name of
+    the first row, where the server returns the routing without being asked. return_routed_experts,
+    routed_experts_start_len: SGLang's."""
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=REQUEST_ID)
@@ -98,6 +100,11 @@ class GenerationBody(CoreFieldsBody, ConstrainedBody):
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    routed_experts: bool | None = None
+    routed_experts_start: Int64 | None = None
+    routed_experts_prompt_start: Int64 | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Int64 | None = None
 
     def prompt_logprobs_wanted(self) -> int | None:
         """Return the ``prompt_logprobs`` that the engine computes."""
@@ -215,7 +222,23 @@ def sampling_of(
         raise InvalidField(field, f"expected an integer >= 1, got {max_tokens}")
     given = given_fields(body, SamplingParams)
     given |= {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs_wanted(), **constraints}
+    if (routing := routing_asked(context, body)) is not None:
+        given |= routing.sampling(context, prompt_tokens)
     return context.sampling(given, prompt_tokens, max_tokens)
+
+
+def routing_asked(context: ServingContext, body: GenerationBody) -> Asked | None:
+    """Return how the reply to ``body`` has the routing of tokens; None = not at all."""
+    if body.routed_experts:
+        return Asked(Form.NATIVE, "routed_experts", "routed_experts_start", body.routed_experts_start or 0)
+    if body.return_routed_experts:
+        start = body.routed_experts_start_len or 0
+        return Asked(Form.SGLANG, "return_routed_experts", "routed_experts_start_len", start)
+    form = form_of_server(context)
+    if form is None or False in (body.routed_experts, body.return_routed_experts):
+        return None
+    start = body.routed_experts_prompt_start or 0
+    return Asked(form, "routed_experts", "routed_experts_prompt_start", start)
 
 
 def text_options(context: ServingContext, body: GenerationBody, prompt_only: bool = False) -> TextOptions:

@@ -11,13 +11,15 @@ import msgspec
 from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation, choice_error
 from fastdeploy.client.pace import Pace
+from fastdeploy.core.experts import RoutedExperts, experts_of
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import given_fields
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
-from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions
+from fastdeploy.http.openai.protocol import GenerationBody, StreamOptions, routing_asked
 from fastdeploy.http.openai.responses import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.http.routed_experts import ENCODERS, Form
 
 MAX_DIGITS = 18  # of an integer that fits 64 bits
 
@@ -115,6 +117,8 @@ class OpenAIReply:
         self._asks_ids = bool(asked.get("logprob_token_ids"))
         self._asks_mask = bool(asked.get("return_sampling_mask"))
         self._asks_mask_logprobs = bool(asked.get("return_sampling_mask_logprobs"))
+        routing = routing_asked(context, body)
+        self._routing_form = None if routing is None else routing.form
         self._with_prompt = bool(body.return_token_ids or body.return_prompt_token_ids)
         self._seen: set[int] = set()
         self.token_text: Callable[[int], str] = token_name
@@ -183,7 +187,7 @@ class OpenAIReply:
             fields["token_ids"] = choice.token_ids
         if self._with_prompt:
             fields["prompt_token_ids"] = self._prompt(index)
-        return fields | await self._sampling_mask(choice.logprobs)
+        return fields | await self._sampling_mask(choice.logprobs) | await self._routing(choice.routed_experts)
 
     async def _event(self, index: int, delta: ChoiceDelta, choice: dict[str, Any]) -> dict[str, Any]:
         """Return one event of the stream. ``choice`` has the fields that depend on the subclass."""
@@ -192,6 +196,7 @@ class OpenAIReply:
         choice["weight_versions"] = weight_versions(delta.spans)
         if delta.finish_reason is not None:
             choice |= _end_of(whole)
+        choice |= await self._new_routing(index, delta)
         if index not in self._seen and self._has_prompt_logprobs(index):
             choice["prompt_logprobs"] = await self._prompt_logprobs(index)
         choice |= await self._sampling_mask(delta.logprobs)
@@ -215,6 +220,31 @@ class OpenAIReply:
         if self._asks_mask_logprobs:
             fields["sampling_mask_logprobs"] = await mask_logprobs(self.generation.pace, entries)
         return fields
+
+    async def _routing(self, routed: RoutedExperts | None) -> dict[str, Any]:
+        """Return the routing of tokens where its caller looks for it, if it is asked for and known."""
+        if self._routing_form is None or routed is None:
+            return {}
+        encoded = await ENCODERS[self._routing_form](self.generation.pace, routed)
+        if self._routing_form is not Form.SGLANG:
+            return {"routed_experts": encoded}
+        return {"sgl_ext": {"routed_experts": encoded, "routed_experts_start_len": routed.start}}
+
+    async def _new_routing(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the routing that an event of a stream has: in our own form that of its tokens, so that nothing is lost
+        if the stream breaks off; else that of all tokens in the last event of the choice."""
+        if self._routing_form is Form.NATIVE:
+            return await self._routing(self._new_rows(index, delta)) if delta.routed else {}
+        whole = self.generation.choices[index]
+        return {} if delta.finish_reason is None else await self._routing(whole.routed_experts)
+
+    def _new_rows(self, index: int, delta: ChoiceDelta) -> RoutedExperts:
+        """Return the rows of ``delta``, which end before its last token."""
+        info = experts_of(self._context.client.model_info)
+        assert info is not None, "a dense model has rows"
+        rows = RoutedExperts(info, delta.routed)
+        end = len(self._prompt(index)) + delta.first + len(delta.token_ids) - 1
+        return rows._replace(start=end - rows.num_rows)
 
     def _prompt(self, index: int) -> list[int]:
         return self.generation.prompts[index // self.generation.n]

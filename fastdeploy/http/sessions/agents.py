@@ -116,10 +116,11 @@ class Agents:
 
 
 def _checked(body: Body) -> Body:
-    """Return ``body``. Raises InvalidField for a field that a session has no use for."""
+    """Return ``body``. An agent gets the routing of tokens only if it asks. Raises InvalidField for a field that a
+    session has no use for."""
     if body.request_fields.retain_s:
         raise InvalidField("retain_s", "expected none in a session that remembers: its turns are kept")
-    return body
+    return body if body.routed_experts else body.model_copy(update={"routed_experts": False})
 
 
 def _beginning(found: FoundTurn | None, prompt: list[int], num_turns: int) -> dict[str, Any]:

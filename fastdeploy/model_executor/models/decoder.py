@@ -3,17 +3,19 @@ transformers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, rope_settings
 from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
 from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
-from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, linear, vector
+from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
 
 
 class Rope(NamedTuple):
@@ -30,11 +32,77 @@ def rope_frequencies(rotated: int, theta: float) -> np.ndarray:
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
+class Yarn(NamedTuple):
+    """The rotary embedding YaRN, with the names of config.json. attention_factor: of cosines and sines. mscale_all_dim:
+    0 if the config has none."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    truncate: bool
+    attention_factor: float
+    mscale_all_dim: float = 0.0
+
+
+def read_yarn(raw: dict[str, Any]) -> Yarn:
+    """Read the settings of YaRN in a config whose rotary embedding is YaRN. Defaults are those of transformers."""
+    key, settings = rope_settings(raw)
+    there = {name: value for name, value in settings.items() if value is not None}
+    factor, original = positive(there, "factor", where=key), "original_max_position_embeddings"
+    names = [name for name in ("mscale", "mscale_all_dim") if there.get(name)]
+    scales = {name: positive(there, name, where=key) for name in names}
+    if "attention_factor" in there:
+        attention_factor = positive(there, "attention_factor", where=key)
+    elif len(scales) == 2:
+        attention_factor = yarn_scale(factor, scales["mscale"]) / yarn_scale(factor, scales["mscale_all_dim"])
+    else:
+        attention_factor = yarn_scale(factor)
+    lengths = {original: raw["max_position_embeddings"]} | there | {k: raw[k] for k in (original,) if k in raw}
+    yarn = Yarn(
+        factor=factor,
+        beta_fast=positive(there, "beta_fast", 32.0, where=key),
+        beta_slow=positive(there, "beta_slow", 1.0, where=key),
+        original_max_position_embeddings=count(lengths, original, where=key),
+        truncate=flag({"truncate": True} | there, "truncate", where=key),
+        attention_factor=attention_factor,
+        mscale_all_dim=scales.get("mscale_all_dim", 0.0),
+    )
+    if yarn.beta_fast < yarn.beta_slow:
+        found = f"{yarn.beta_fast:g}, less than {yarn.beta_slow:g}"
+        raise InvalidField(f"{key}.beta_fast", f"expected at least beta_slow, got {found}")
+    return yarn
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Return by how much YaRN multiplies queries and keys of a context that is ``factor`` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> np.ndarray:
+    """Return the frequencies of YaRN, float32 [head_dim // 2]: those of :func:`rope_frequencies` for short waves, of
+    which more than beta_fast periods fit into the original context; divided by ``factor`` for long ones, of which fewer
+    than beta_slow fit; and between the two interpolated linearly in the dimension. The formula is that of "yarn" in
+    modeling_rope_utils.py of transformers."""
+
+    def dimension(periods: float) -> float:
+        waves = yarn.original_max_position_embeddings / (periods * 2 * math.pi)
+        return head_dim * math.log(waves) / (2 * math.log(theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    divided = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    frequencies = rope_frequencies(head_dim, theta)
+    return (frequencies / np.float32(yarn.factor) * divided + frequencies * (1 - divided)).astype(np.float32)
+
+
 def rope_tables(frequencies: np.ndarray, max_model_len: int, factor: float = 1.0) -> Rope:
-    """Return the tables for positions 0 to max_model_len - 1, multiplied by ``factor``."""
-    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
-    cos, sin = (paddle.to_tensor(table(angles) * np.float32(factor)) for table in (np.cos, np.sin))
-    return Rope(cos, sin)
+    """Return the tables for positions 0 to max_model_len - 1. factor: of the cosines and sines."""
+    angles, scale = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies, np.float32(factor)
+    return Rope(paddle.to_tensor(np.cos(angles) * scale), paddle.to_tensor(np.sin(angles) * scale))
 
 
 @dataclass(frozen=True)
@@ -56,7 +124,7 @@ class ByLayer:
 class Attention:
     """The builder of attention blocks. qk_norm: q and k have an RMSNorm per head. interleaved, window: see
     ``AttentionSpec``. scale: of the scores; None: 1 / sqrt(head_dim). post_norm: the name of the norm of what is added
-    to the residual, "" for none."""
+    to the residual, "" for none. sinks: each head has a sink."""
 
     config: ModelConfig
     rope: Rope
@@ -67,6 +135,7 @@ class Attention:
     window: int = 0
     scale: float | None = None
     post_norm: str = ""
+    sinks: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
@@ -82,6 +151,8 @@ class Attention:
             found += [vector(f"{key}{x}_norm", f"{prefix}self_attn.{x}_norm.weight", c.head_dim) for x in "qk"]
         if self.post_norm:
             found.append(vector(key + "attention_out_norm", f"{prefix}{self.post_norm}.weight", c.hidden_size))
+        if self.sinks:
+            found.append(vector(key + "sinks", prefix + "self_attn.sinks", c.num_attention_heads))
         return found
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
@@ -105,6 +176,7 @@ class Attention:
             interleaved=int(self.interleaved),
             window=self.window,
             rotary_dim=2 * self.rope.cos.shape[1],
+            sinks=as_vector(values[key + "sinks"]) if self.sinks else None,
         )
         qkv, o = as_linear(values[key + "qkv"]), as_linear(values[key + "o"])
         post_norm = norm("attention_out_norm", bool(self.post_norm))

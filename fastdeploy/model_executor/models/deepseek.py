@@ -6,12 +6,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import ByLayer, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.model_config import (
+    ModelConfig,
+    count,
+    flag,
+    positive,
+    read_common,
+    refuse_rope_scaling,
+    rope_settings,
+)
+from fastdeploy.model_executor.models.decoder import (
+    ByLayer,
+    Mlp,
+    Yarn,
+    read_yarn,
+    rope_frequencies,
+    rope_tables,
+    yarn_frequencies,
+    yarn_scale,
+)
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
-from fastdeploy.model_executor.models.yarn import YARN, YarnRope, magnitude, read_yarn
 from fastdeploy.model_executor.ops.interface import Ops, RouterScore
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -78,7 +94,7 @@ class DeepseekConfig(ModelConfig):
 
     latent: Latent
     mixture: Mixture
-    yarn: YarnRope | None
+    yarn: Yarn | None
     rope_interleave: bool
     attention_bias: bool
     more_layers: int
@@ -97,7 +113,8 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         raise InvalidField("num_key_value_heads", text)
     if architecture == V2 and flag(raw, "mlp_bias"):
         raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
-    refuse_rope_scaling(raw, YARN)
+    refuse_rope_scaling(raw, "yarn")
+    _, rope = rope_settings(raw)
     latent = read_latent(raw)
     # head_dim of config.json is the rotary part alone.
     common = read_common(raw | {"num_key_value_heads": 1, "head_dim": latent.key_dim}, generation)
@@ -105,7 +122,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         **vars(common),
         latent=latent,
         mixture=check_mixture(_read_mixture(raw, common), common.hidden_size, KEYS),
-        yarn=read_yarn(raw),
+        yarn=read_yarn(raw) if rope.get("rope_type", rope.get("type")) == "yarn" else None,
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
         more_layers=count(raw, "num_nextn_predict_layers", least=0),
@@ -135,20 +152,15 @@ def _read_mixture(raw: dict[str, Any], common: ModelConfig) -> Mixture:
 def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     latent, yarn = config.latent, config.yarn
-    frequencies = rope_frequencies(latent.qk_rope_head_dim, config.rope_theta)
-    scale, factor = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5, 1.0
-    if yarn is not None:
-        frequencies, factor = yarn.scale(frequencies, config.rope_theta), yarn.attention_factor
+    scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
+    if yarn is None:
+        rope = rope_tables(rope_frequencies(latent.qk_rope_head_dim, config.rope_theta), max_model_len)
+    else:
+        frequencies = yarn_frequencies(latent.qk_rope_head_dim, config.rope_theta, yarn)
+        rope = rope_tables(frequencies, max_model_len, yarn.attention_factor)
         if yarn.mscale_all_dim:
-            scale *= magnitude(yarn.factor, yarn.mscale_all_dim) ** 2
-    attention = LatentAttention(
-        config,
-        latent,
-        rope_tables(frequencies, max_model_len, factor),
-        scale,
-        config.attention_bias,
-        config.rope_interleave,
-    )
+            scale *= yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+    attention = LatentAttention(config, latent, rope, scale, config.attention_bias, config.rope_interleave)
     bias = "gate.e_score_correction_bias" if config.architecture == V3 else ""
     dense, experts = Mlp(config), Experts(config, config.mixture, bias=bias)
     layers = range(config.num_hidden_layers)

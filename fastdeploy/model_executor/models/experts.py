@@ -10,8 +10,25 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
-from fastdeploy.model_executor.ops.interface import MAX_GROUPS, OWN_CHOICE, Block, ExpertsBlock, RouterScore, RouterSpec
-from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, as_vector, linear, vector
+from fastdeploy.model_executor.ops.interface import (
+    MAX_GROUPS,
+    OWN_CHOICE,
+    Activation,
+    Block,
+    ExpertsBlock,
+    RouterScore,
+    RouterSpec,
+)
+from fastdeploy.model_executor.parameters import (
+    Parameter,
+    Use,
+    Value,
+    as_linear,
+    as_vector,
+    experts_linear,
+    linear,
+    vector,
+)
 
 GATE_UP, DOWN = "experts_gate_up", "experts_down"  # the ends of the keys of parameters
 MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
@@ -75,7 +92,8 @@ def of_experts(parameter: Parameter) -> bool:
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
     without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. shared: the name of the shared MLP in
-    ``mlp``. biases: experts and shared MLP have biases."""
+    ``mlp``. biases: experts and shared MLP have biases. router_bias: the router's linear has one. fused: tensors have
+    all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
 
     config: ModelConfig
     mixture: Mixture
@@ -85,18 +103,18 @@ class Experts:
     shared: str = "shared_experts"
     biases: bool = False
     norm: str = "post_attention_layernorm"
+    router_bias: bool = False
+    activation: Activation = Activation.SILU
+    fused: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
         hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
-        mlp, experts = prefix + "mlp.", [f"{prefix}mlp.experts.{i}." for i in range(of.experts)]
-        gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
-        down = {f"{expert}down_proj": hidden for expert in experts}
+        mlp = prefix + "mlp."
         found = [
             vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
-            linear(key + "router", {mlp + self.router: of.experts}, hidden, use=Use.EXACT),
-            linear(key + GATE_UP, gate_up, hidden, self.biases, Use.QUANTIZED),
-            linear(key + DOWN, down, of.inner, self.biases, Use.QUANTIZED),
+            linear(key + "router", {mlp + self.router: of.experts}, hidden, self.router_bias, Use.EXACT),
+            *self._experts(key, mlp + "experts."),
         ]
         if self.bias:
             found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
@@ -110,6 +128,23 @@ class Experts:
                 ),
             ]
         return found
+
+    def _experts(self, key: str, prefix: str) -> list[Parameter]:
+        """Return the two linears of the experts. prefix: of the names of their tensors."""
+        hidden, of, keys = self.config.hidden_size, self.mixture, (key + GATE_UP, key + DOWN)
+        if self.fused:
+            both, down_proj = ((f"{prefix}{name}_proj", f"{prefix}{name}_proj_bias") for name in ("gate_up", "down"))
+            return [
+                experts_linear(keys[0], both, of.experts, 2 * of.inner, hidden, interleaved=True),
+                experts_linear(keys[1], down_proj, of.experts, hidden, of.inner),
+            ]
+        experts = [f"{prefix}{i}." for i in range(of.experts)]
+        gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
+        down = {f"{expert}down_proj": hidden for expert in experts}
+        return [
+            linear(keys[0], gate_up, hidden, self.biases, Use.QUANTIZED),
+            linear(keys[1], down, of.inner, self.biases, Use.QUANTIZED),
+        ]
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
@@ -132,6 +167,7 @@ class Experts:
             routing=spec,
             gate_up=as_linear(values[key + GATE_UP]),
             down=as_linear(values[key + DOWN]),
+            activation=self.activation,
             shared_gate_up=as_linear(values[key + "shared_gate_up"]) if of.shared_inner else None,
             shared_down=as_linear(values[key + "shared_down"]) if of.shared_inner else None,
         )

@@ -11,12 +11,20 @@ import numpy as np
 
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.core.serving_dtype import in_dtype, widen
-from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, read_common
+from fastdeploy.model_executor.model_config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    count,
+    flag,
+    layer_kinds,
+    positive,
+    read_common,
+)
 from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, Rope, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.interface import Activation, Ops
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GELU = "gelu_pytorch_tanh"
 DEFAULTS = {
     "eos_token_id": 1,
@@ -30,7 +38,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 # The key at the top level of older checkpoints that has the base of each kind of layer, and its default.
-THETA = {LOCAL: ("rope_local_base_freq", 10000.0), GLOBAL: ("rope_theta", 1000000.0)}
+THETA = {SLIDING: ("rope_local_base_freq", 10000.0), FULL: ("rope_theta", 1000000.0)}
 
 
 class GemmaRope(NamedTuple):
@@ -71,17 +79,17 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GemmaConfig:
         raise InvalidField("use_bidirectional_attention", "attention to later tokens is not supported")
     if raw["hidden_activation"] != GELU:
         raise InvalidField("hidden_activation", f"only {GELU} is supported, got {shown(raw['hidden_activation'])}")
-    ropes = {kind: _read_rope(raw, kind) for kind in (LOCAL, GLOBAL)}
+    ropes = {kind: _read_rope(raw, kind) for kind in (SLIDING, FULL)}
     # transformers does not read hidden_act, and the rotary embedding has keys for each kind of layer.
     common = {key: value for key, value in raw.items() if key not in ("hidden_act", "rope_parameters")}
-    config = read_common(common | {"rope_theta": ropes[GLOBAL].theta}, generation)
+    config = read_common(common | {"rope_theta": ropes[FULL].theta}, generation)
     return GemmaConfig(
         **vars(config),
         query_pre_attn_scalar=positive(raw, "query_pre_attn_scalar"),
         sliding_window=count(raw, "sliding_window"),
         layer_types=_read_layer_types(raw, config.num_hidden_layers),
-        local_rope=ropes[LOCAL],
-        global_rope=ropes[GLOBAL],
+        local_rope=ropes[SLIDING],
+        global_rope=ropes[FULL],
         attention_bias=flag(raw, "attention_bias"),
     )
 
@@ -91,21 +99,19 @@ def _read_layer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
     kinds = raw.get("layer_types")
     if kinds is None:
         period = count(raw, "sliding_window_pattern")
-        return tuple(LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (LOCAL, GLOBAL) for kind in kinds):
-        raise InvalidField("layer_types", f"expected {LOCAL} or {GLOBAL} for each of num_hidden_layers")
-    return tuple(kinds)
+        return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(layers))
+    return layer_kinds(kinds, layers)
 
 
 def _read_rope(raw: dict[str, Any], kind: str) -> GemmaRope:
     """Read the rotary embedding of one kind of layer: rope_parameters has an object for each kind in newer checkpoints.
     rope_scaling, in older ones, is for the full layers."""
     by_kind = _object(raw, "rope_parameters", raw.get("rope_parameters"))
-    if unknown := sorted(by_kind.keys() - {LOCAL, GLOBAL}):
-        raise InvalidField(f"rope_parameters.{unknown[0]}", f"expected an object for {LOCAL} and one for {GLOBAL}")
+    if unknown := sorted(by_kind.keys() - {SLIDING, FULL}):
+        raise InvalidField(f"rope_parameters.{unknown[0]}", f"expected an object for {SLIDING} and one for {FULL}")
     where = f"rope_parameters.{kind}"
     settings = _object(raw, where, by_kind.get(kind))
-    if kind == GLOBAL and raw.get("rope_scaling"):
+    if kind == FULL and raw.get("rope_scaling"):
         where = "rope_scaling"
         settings = settings | _object(raw, where, raw["rope_scaling"])
     key, default = THETA[kind]
@@ -143,7 +149,7 @@ def build(config: GemmaConfig, ops: Ops, max_model_len: int) -> Model:
             post_norm="post_attention_layernorm",
         )
 
-    kinds = {LOCAL: attention(config.local_rope, config.sliding_window), GLOBAL: attention(config.global_rope, 0)}
+    kinds = {SLIDING: attention(config.local_rope, config.sliding_window), FULL: attention(config.global_rope, 0)}
     mlp = Mlp(
         config,
         activation=Activation.GELU_TANH,

@@ -166,6 +166,10 @@ def stage_item(item: StageItem) -> StageItemArgs:
     if item.view is not None:
         view = item.view
         assert item.region.linear is not None and item.region.rows % item.view.run == 0 and min(view[:2]) > 0
+        assert not item.region.experts
+    elif item.region.experts:
+        of_expert = item.region.rows // item.region.experts
+        view = (of_expert, of_expert, of_expert * item.region.columns)
     if item.memory is None:
         return StageItemArgs(region, kind, item.offset, item.fd, None, 0, *view)
     _check_bytes(item.memory)
@@ -185,6 +189,9 @@ def _region(region: Region) -> Any:
     if linear is not None:
         assert region.columns == linear.in_features and isinstance(linear, CpuLinear)
         assert 0 <= region.first_row <= region.first_row + region.rows <= linear.out_features
+    if region.experts:
+        of_expert, rest = divmod(region.rows, region.experts)
+        assert linear is not None and rest == 0 and of_expert % (32 if region.interleaved else 16) == 0
     if vector is not None:
         assert vector.dtype == np.float32 and vector.flags.c_contiguous and vector.flags.writeable
         assert vector.size == region.rows * region.columns

@@ -78,7 +78,8 @@ class AttentionSpec(NamedTuple):
     i + rotated / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or None; norm_eps is
     the epsilon of these two. interleaved: 1 if dimension 2i is rotated with dimension 2i + 1 instead, as in GPT-J; else
     0. window: how many tokens a token attends to, itself and those before it; 0: all. The cache has the keys of all
-    tokens, but those outside the window are not read, except in the block of keys in which the window begins."""
+    tokens, but those outside the window are not read, except in the block of keys in which the window begins. sinks:
+    float32 [num_heads], or None: the softmax of a head has one more score, this number, whose value is 0."""
 
     layer: int
     num_heads: int
@@ -93,6 +94,7 @@ class AttentionSpec(NamedTuple):
     interleaved: int = 0
     window: int = 0
     rotary_dim: int = 0
+    sinks: paddle.Tensor | None = None
 
     @property
     def rotated(self) -> int:
@@ -126,16 +128,22 @@ class AttentionBlock:
 
 
 class Activation(IntEnum):
-    """The function of the gate of an MLP. GELU_TANH: the GELU by its approximation with tanh. kernels.h has the same
+    """The function of gate and up of an MLP. SILU: silu(gate) * up. GELU_TANH: gelu(gate) * up, with the approximation
+    of GELU with tanh. SWIGLU_CLAMPED: with gate = min(gate, SWIGLU_LIMIT) and up cut to +- SWIGLU_LIMIT, gate *
+    sigmoid(SWIGLU_ALPHA * gate) * (up + 1), as GptOssExperts of transformers computes it. kernels.h has the same
     order."""
 
     SILU = 0
     GELU_TANH = 1
+    SWIGLU_CLAMPED = 2
+
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # simd.h has the same
 
 
 @dataclass(frozen=True, eq=False)
 class MlpBlock:
-    """The MLP of one layer: residual += down(activation(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs
+    """The MLP of one layer: residual += down(activation(gate(x), up(x))) with x = rms_norm(residual). gate_up packs
     gate and up. norm, post_norm: see ``AttentionBlock``."""
 
     norm: paddle.Tensor
@@ -353,13 +361,19 @@ class AdapterRows(NamedTuple):
 class Region(NamedTuple):
     """The place for the values of one checkpoint tensor, [rows, columns]. linear: rows [first_row, first_row + rows) of
     this weight. vector: this array, float32 [rows * columns], of a norm or a bias; its values are rounded to the dtype
-    of the ops and widened again. With neither, the values are only checked."""
+    of the ops and widened again. With neither, the values are only checked.
+
+    experts: 0, or the tensor of a linear is [experts, columns, rows / experts]: the matrix of each expert, transposed.
+    interleaved: 1 if the rows of an expert, half of them gate and half up, take turns in the tensor: gate 0, up 0, gate
+    1, ..."""
 
     rows: int
     columns: int
     linear: PackedLinear | None = None
     first_row: int = 0
     vector: np.ndarray | None = None
+    experts: int = 0
+    interleaved: int = 0
 
 
 class View(NamedTuple):
@@ -374,7 +388,7 @@ class View(NamedTuple):
 class StageItem(NamedTuple):
     """The values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of
     uint8, of which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to
-    nearest even. view: None = the values lie in C order; else only a region of a linear is allowed."""
+    nearest even. view: None = the values lie in C order; else only a region of a linear without experts is allowed."""
 
     region: Region
     dtype: str

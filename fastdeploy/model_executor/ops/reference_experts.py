@@ -15,7 +15,7 @@ from fastdeploy.model_executor.ops.interface import (
     RouterScore,
     RouterSpec,
 )
-from fastdeploy.model_executor.ops.reference_tiles import LoraRows, activated, linear_in_tiles
+from fastdeploy.model_executor.ops.reference_tiles import LoraRows, gated, linear_in_tiles
 from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear
 
 
@@ -27,9 +27,9 @@ def gated_mlp(
     inner_loras: LoraRows,
     down_loras: LoraRows,
 ) -> paddle.Tensor:
-    """Return down(activation(gate(x)) * up(x)) with adapters: x [M, K] -> [M, N]."""
+    """Return down(activation(gate(x), up(x))) with adapters: x [M, K] -> [M, N]."""
     gate, up = paddle.split(linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
-    inner = (activated(gate, activation) * up)[: x.shape[0]]
+    inner = gated(gate, up, activation)[: x.shape[0]]
     return linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
 
 

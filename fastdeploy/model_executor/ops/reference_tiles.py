@@ -9,6 +9,8 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     AdapterRows,
     AttentionBatch,
@@ -79,11 +81,14 @@ def head_products(x: paddle.Tensor, weight: PackedLinear, first: int, rows: int)
     return paddle.stack(found, axis=1)
 
 
-def activated(x: paddle.Tensor, activation: Activation) -> paddle.Tensor:
-    """Apply the activation of an MLP to each value."""
+def gated(gate: paddle.Tensor, up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
+    """Return the activation of gate and up, both of one shape."""
+    if activation is Activation.SWIGLU_CLAMPED:
+        gate, up = gate.clip(max=SWIGLU_LIMIT), up.clip(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * paddle.nn.functional.sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
     if activation is Activation.GELU_TANH:
-        return paddle.nn.functional.gelu(x, approximate=True)
-    return paddle.nn.functional.silu(x)
+        return paddle.nn.functional.gelu(gate, approximate=True) * up
+    return paddle.nn.functional.silu(gate) * up
 
 
 def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor, interleaved: bool = False) -> paddle.Tensor:
@@ -166,6 +171,9 @@ def attend(
         mass = mass * rescale + weights.sum(-1, keepdim=True)
         total = total * rescale + paddle.matmul(weights, v)
         peak = new_peak
+    if spec.sinks is not None:
+        sinks = spec.sinks.reshape([1, spec.num_kv_heads, groups, 1]).tile([1, 1, 1, ROWS]).reshape([1, *shape[1:]])
+        mass = mass + paddle.exp(sinks - peak)
     out = (total / mass).reshape([tiles, spec.num_kv_heads, groups, ROWS, dim]).transpose([0, 3, 1, 2, 4])
     where = np.empty(tokens, np.int64)
     where[rows.reshape(-1)[::-1]] = np.arange(tiles * ROWS)[::-1]

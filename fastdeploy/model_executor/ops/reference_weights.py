@@ -148,7 +148,10 @@ def _read(ops: Ops, region: Region) -> np.ndarray:
     if region.vector is not None:
         return _in_dtype(region.vector.copy(), ops.dtype)
     assert region.linear is not None
-    return ops.unpack_linear(region.linear, region.first_row, region.first_row + region.rows).reshape(-1)
+    rows = ops.unpack_linear(region.linear, region.first_row, region.first_row + region.rows)
+    if region.experts:  # [experts, gate or up, row of it, column]
+        rows = rows.reshape(region.experts, 1 + region.interleaved, -1, region.columns).transpose(0, 3, 2, 1)
+    return rows.reshape(-1)
 
 
 def _write(region: Region, values: np.ndarray) -> None:
@@ -156,7 +159,10 @@ def _write(region: Region, values: np.ndarray) -> None:
         region.vector[:] = to_float32(values)
     elif region.linear is not None:
         assert isinstance(region.linear, ReferenceLinear)
-        rows = to_float32(values).reshape(region.rows, region.columns)
+        rows = to_float32(values)
+        if region.experts:
+            rows = rows.reshape(region.experts, region.columns, -1, 1 + region.interleaved).transpose(0, 3, 2, 1)
+        rows = rows.reshape(region.rows, region.columns)
         region.linear.weight[region.first_row : region.first_row + region.rows] = paddle.to_tensor(rows)
 
 

@@ -10,6 +10,7 @@ from fastdeploy.model_executor.models import build_model, parse_config
 from fastdeploy.model_executor.models.interface import new_kv_cache
 from fastdeploy.model_executor.ops import cpu
 from fastdeploy.model_executor.ops.interface import DecoderLayer
+from model_executor.ops.test_cpu_ops_expert_tensors import rows_of
 from tests.support.checkpoints import SPECS, config_json, random_tensors
 from tests.support.decoder_layers import BLOCK, SHAPES, Layer, make_batch, with_attention
 
@@ -50,6 +51,9 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
         for parameter in model.parameters:
             weights, biases = ([tensors[name] for name in names] for names in (parameter.weights, parameter.biases))
             vector = parameter.is_vector
+            if parameter.experts:
+                weights = [rows_of(weights[0], parameter.interleaved)]
+                biases = [parameter.linear_order(biases[0].reshape(-1))]
             values[parameter.key] = (
                 paddle.to_tensor(weights[0].reshape(-1))
                 if vector

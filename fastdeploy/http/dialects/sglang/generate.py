@@ -27,6 +27,7 @@ from fastdeploy.http.openai.meta_info import finish_reason
 from fastdeploy.http.openai.reply import mask_work, weight_versions
 from fastdeploy.http.openai.responses import EventStream, JsonResponse
 from fastdeploy.http.openapi import streams, takes
+from fastdeploy.http.routed_experts import sglang
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -152,6 +153,9 @@ class GenerateView:
             meta |= self._mask(reply)
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._began
+            if (routed := choice.routed_experts) is not None:
+                meta["routed_experts"] = await sglang(self.generation.pace, routed)
+                meta["routed_experts_start_len"] = routed.start
         output = {"text": text, "output_ids": reply.ids.raw(), "meta_info": meta}
         return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
 

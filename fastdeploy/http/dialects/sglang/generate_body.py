@@ -17,13 +17,13 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import UNSUPPORTED
 from fastdeploy.http.openai.structured import biases, builder, checked
 from fastdeploy.http.openapi import described
+from fastdeploy.http.routed_experts import Asked, Form
 
 # These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED_HERE = (
     "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_id",
     "custom_logit_processor", "positional_embed_overrides", "token_indices_to_pool",
-    "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
-    "return_entropy",
+    "multi_item_delimiter_indices", "return_hidden_states", "return_indexer_topk", "return_entropy",
     "require_reasoning", "max_thinking_tokens", "watermark",
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt", "session", "stale_ok"}),
 )  # fmt: skip
@@ -44,7 +44,7 @@ class CustomParams(Body):
 
 # Fields of SamplingParams that SGLang has outside of its sampling_params, under other names.
 OUTSIDE = {"logprobs", "prompt_logprobs", "logprob_token_ids", "return_sampling_mask", "return_sampling_mask_logprobs",
-           "grammar", "logit_bias", "bad_words"}  # fmt: skip
+           "routed_experts", "routed_experts_start", "grammar", "logit_bias", "bad_words"}  # fmt: skip
 
 if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through given_fields
 
@@ -98,6 +98,8 @@ class GenerateBody(LaxBody):
     return_sampling_mask: Annotated[Any, described(bool | list[bool])] = None
     return_sampling_mask_logprobs: bool = False
     sampling_logprobs_mode: Literal["selected", "support"] = "selected"
+    return_routed_experts: bool = False
+    routed_experts_start_len: Int64 = 0
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -352,6 +354,10 @@ async def _sampling(
         "return_sampling_mask_logprobs": logprobs.mask_logprobs,
         **await _constraints(context, params),
     }
+    if body.return_routed_experts:
+        start = body.routed_experts_start_len
+        routing = Asked(Form.SGLANG, "return_routed_experts", "routed_experts_start_len", start)
+        given |= routing.sampling(context, prompt_tokens)
     max_tokens = None if wanted is None else max(wanted, 1)
     return context.sampling(given, prompt_tokens, max_tokens, "sampling_params.min_new_tokens")
 

@@ -21,6 +21,7 @@ from fastdeploy.http.guards.route_access import RouteAccess
 from fastdeploy.http.openai.completion import prepare
 from fastdeploy.http.openai.protocol import CompletionBody
 from fastdeploy.http.openapi import schema_of, streams, takes
+from fastdeploy.http.routed_experts import Form
 
 NO_ID, NO_LOGPROB = struct.pack("<i", -1), struct.pack("<f", -float("inf"))
 
@@ -39,10 +40,12 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/skyrl/v1/generate", openapi_extra=takes(schema), responses=streams())
     @RouteAccess.DATA
     async def generate(request: Request) -> Response:
-        """Generate from token ids. There are no routed experts: SkyRL raises an error if it needs them."""
+        """Generate from token ids. SkyRL cannot ask for the routed experts: a server that has them returns them."""
         data = await read_generation(request)
         support = parse_body({k: data.pop(k) for k in SupportBody.model_fields if k in data}, SupportBody, {})
         body = parse_generate(with_support(data, support))
+        if body.routed_experts is None and context.client.model_info.get("routed_experts"):
+            body = body.model_copy(update={"routed_experts": True})
         checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return SkyRLView(context, generation, body, support).response()
@@ -66,11 +69,12 @@ def with_support(data: dict[str, Any], support: SupportBody) -> dict[str, Any]:
 
 
 class SkyRLView(GenerateView):
-    """The reply of vLLM's route with rollout_sample_support, [tokens, top_k]."""
+    """The reply of vLLM's route with rollout_sample_support, [tokens, top_k], and SkyRL's form of routed_experts."""
 
     def __init__(self, context: ServingContext, generation: Generation, body: CompletionBody, support: SupportBody):
         super().__init__(context, generation, body)
         self._support = support
+        self._routing_form = Form.SKYRL if body.routed_experts else None
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         shown = await super().choice(index, choice)

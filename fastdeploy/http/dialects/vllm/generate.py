@@ -31,11 +31,8 @@ from fastdeploy.http.openapi import described, schema_of, streams, takes
 # Fields outside of sampling_params that have the same name in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}
 NOT_SAMPLING = frozenset({"prompt", "token_ids", "echo"}) | PASSED_ON
-# Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, where it looks for prefixes, and from
-# which position it returns experts. verifiers sends the last one always, and return_routed_experts is refused.
-HARMLESS_SAMPLING = frozenset({
-    "output_kind", "flat_logprobs", "skip_reading_prefix_cache", "routed_experts_prompt_start",
-})  # fmt: skip
+# Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, and where it looks for prefixes.
+HARMLESS_SAMPLING = frozenset({"output_kind", "flat_logprobs", "skip_reading_prefix_cache"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "features": (None, {}),
     "kv_transfer_params": (None, {}),
@@ -187,7 +184,9 @@ RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_fi
                       "chat_template", "tools", "documents", "mm_processor_kwargs", "reasoning_effort",
                       "required_prefix_token_ids", "prompt_token_ids"})  # fmt: skip
 # Fields of a chat body that are sampling parameters of /inference/v1/generate too. Logprobs have other forms there.
-SAMPLING = {"n", "stop"} | {name for name in SamplingParams.__struct_fields__ if "logprobs" not in name}
+SAMPLING = {"n", "stop", "routed_experts_prompt_start"} | {
+    name for name in SamplingParams.__struct_fields__ if "logprobs" not in name
+}
 
 
 def add_text_routes(router: APIRouter, context: ServingContext) -> None:
