@@ -57,7 +57,8 @@ def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
 
 
 def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]:
-    """Return the collected gradient of each tensor of a parameter, by name. The value must have one."""
+    """Return the collected gradient of each tensor of a parameter, by name: zeros if no result depends on it, as on the
+    bias of a router."""
     if isinstance(value, paddle.Tensor):
         [(name, shape)] = parameter.shapes.items()
         return {name: _gradient(value).reshape(shape)}
@@ -69,5 +70,4 @@ def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]
 
 
 def _gradient(tensor: paddle.Tensor) -> paddle.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
+    return paddle.zeros_like(tensor) if tensor.grad is None else tensor.grad

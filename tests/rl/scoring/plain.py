@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 
@@ -11,14 +12,22 @@ from fastdeploy.model_executor.models.ernie import ErnieConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 from fastdeploy.model_executor.models.mistral import MistralConfig
+from fastdeploy.model_executor.models.qwen_moe import QwenMoeConfig
 
 Tensors = dict[str, paddle.Tensor]
 
 
 def plain_logprobs(
-    folder: str, tensors: Tensors, sequences: list[tuple[list[int], list[int]]], temperature: float
+    folder: str,
+    tensors: Tensors,
+    sequences: list[tuple[list[int], list[int]]],
+    temperature: float,
+    windows: list[int | None] | None = None,
+    routing: list[np.ndarray] | None = None,
 ) -> paddle.Tensor:
-    """Return the log probability of each output token. tensors: float32 by checkpoint name."""
+    """Return the log probability of each output token. tensors: float32 by checkpoint name. windows: of each layer, of
+    a config that is not known here. routing: of each sequence, the experts of each token but the last, [tokens - 1,
+    experts layers, top_k]; None: those with the highest scores."""
     config = load_config(folder)
     frequencies = rope_frequencies(config.head_dim, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
@@ -26,11 +35,13 @@ def plain_logprobs(
     neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
-    ropes, windows = [rope_tables(frequencies, 512)] * config.num_hidden_layers, [window] * config.num_hidden_layers
+    ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
+    windows = [window] * config.num_hidden_layers if windows is None else windows
     if gemma is not None:
         local = [kind == "sliding_attention" for kind in gemma.layer_types]
         of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
         ropes, windows = [of_kinds[kind] for kind in local], [gemma.sliding_window if kind else None for kind in local]
+    sparse = config.mixture.layers if isinstance(config, QwenMoeConfig) else ()
     scale = (config.head_dim if gemma is None else gemma.query_pre_attn_scalar) ** -0.5
 
     def linear(x: paddle.Tensor, name: str) -> paddle.Tensor:
@@ -66,7 +77,23 @@ def plain_logprobs(
         weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
         return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
 
-    def of(prompt: list[int], output: list[int]) -> paddle.Tensor:
+    def mlp(x: paddle.Tensor, at: str) -> paddle.Tensor:
+        gate = linear(x, at + "gate_proj")
+        gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
+        return linear(gate * linear(x, at + "up_proj"), at + "down_proj")
+
+    def experts(x: paddle.Tensor, at: str, chosen: np.ndarray | None) -> paddle.Tensor:
+        """Compute all experts of all rows, with the weight 0 for those that are not chosen."""
+        assert isinstance(config, QwenMoeConfig)
+        scores, mixture = F.softmax(linear(x, at + "gate"), -1), config.mixture
+        best = np.argsort(-scores.numpy())[:, : mixture.top_k] if chosen is None else chosen.astype(np.int64)
+        mask = np.zeros(scores.shape, np.float32)
+        np.put_along_axis(mask, best, 1, 1)
+        weights = scores * paddle.to_tensor(mask)
+        weights = weights / weights.sum(-1, keepdim=True) if mixture.normalize else weights
+        return sum(weights[:, i : i + 1] * mlp(x, f"{at}experts.{i}.") for i in range(mixture.experts))
+
+    def of(prompt: list[int], output: list[int], chosen: np.ndarray | None) -> paddle.Tensor:
         ids = paddle.to_tensor(prompt + output)
         x = tensors["model.embed_tokens.weight"][ids[:-1]] * (1.0 if gemma is None else config.hidden_size**0.5)
         for layer in range(config.num_hidden_layers):
@@ -74,12 +101,14 @@ def plain_logprobs(
             y = attention(norm(x, at + "input_layernorm"), layer)
             x = x + (y if gemma is None else norm(y, at + "post_attention_layernorm"))
             y = norm(x, at + ("post_attention_layernorm" if gemma is None else "pre_feedforward_layernorm"))
-            gate = linear(y, at + "mlp.gate_proj")
-            gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
-            y = linear(gate * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+            if layer in sparse:
+                y = experts(y, at + "mlp.", None if chosen is None else chosen[:, sparse.index(layer)])
+            else:
+                y = mlp(y, at + "mlp.")
             x = x + (y if gemma is None else norm(y, at + "post_feedforward_layernorm"))
         head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         logits = norm(x, "model.norm")[len(prompt) - 1 :] @ head.T / temperature
         return paddle.take_along_axis(F.log_softmax(logits, -1), ids[len(prompt) :].unsqueeze(1), 1)[:, 0]
 
-    return paddle.concat([of(*sequence) for sequence in sequences])
+    each = [None] * len(sequences) if routing is None else routing
+    return paddle.concat([of(*sequence, chosen) for sequence, chosen in zip(sequences, each, strict=True)])
