@@ -26,6 +26,12 @@ class Leaf:
     nbytes: int
     quantized: bool = False
 
+    def transposed_heads(self, heads: int, rows: int) -> Leaf:
+        """See ``PackedLinear.transposed_heads``."""
+        of_heads = self.weight.reshape([heads, -1, self.in_features])[:, :rows].transpose([0, 2, 1])
+        weight = of_heads.reshape([heads * self.in_features, rows])
+        return Leaf(weight, None, heads * self.in_features, rows, 4 * weight.size)
+
 
 def as_leaf(linear: PackedLinear) -> Leaf:
     """Return a linear of a block that was assembled of leaves."""
