@@ -30,7 +30,14 @@ SAMPLING = st.builds(
     stop_token_ids=st.sampled_from([(), (), (3,), (0,)]),
     logprobs=st.sampled_from([None, None, 0]),
     routed_experts=st.booleans(),
-).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
+    routed_experts_start=st.integers(0, 1),
+).map(
+    lambda p: msgspec.structs.replace(
+        p,
+        min_tokens=min(p.min_tokens, p.max_tokens),
+        routed_experts_start=p.routed_experts_start if p.routed_experts else 0,
+    )
+)
 ADAPTERS = ("t", "u", "v")  # of which two fit into the memory for adapters
 MODELS = st.sampled_from(["", "", "t", "t", "u", "v"])
 HOLDS = st.sampled_from([None, None, "x", "y"])
