@@ -197,6 +197,16 @@ def test_skyrl_reads_its_form_whatever_the_form_of_the_server(of_format, name):
     assert list(value) == ["data", "shape", "dtype"] and of_layers(value) == rows(0, 5)
 
 
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_skyrl_names_the_first_row_as_vllms_callers_do(vllm, start):
+    named = LIMIT | {"routed_experts_prompt_start": start}
+    value = choice_of(generate(vllm, named, path="/skyrl/v1/generate"))["routed_experts"]
+    assert of_layers(value) == rows(start, 5)
+    assert of_layers(choice_of(complete(vllm, routed_experts=True, **named))["routed_experts"]) == [
+        layers[1:] for layers in rows(start, 5)
+    ]
+
+
 def test_nemo_rl_reads_an_envelope_in_the_message_of_a_chat(of_format):
     chat = of_format("nemo-rl").post("/v1/chat/completions", **CHAT, **LIMIT, return_token_ids=True).json()
     tokens = len(chat["prompt_token_ids"]) + 3
@@ -250,6 +260,8 @@ def test_a_server_without_the_flag_takes_what_vllms_callers_always_send(module_s
     ("/v1/completions", {"prompt": PROMPT, "routed_experts_prompt_start": -1}, "routed_experts_prompt_start"),
     ("/v1/completions", {"prompt": PROMPT, "routed_experts": True, "routed_experts_start": 4}, "routed_experts_start"),
     ("/v1/completions", {"prompt": PROMPT, "routed_experts": 3}, "routed_experts"),
+    ("/skyrl/v1/generate", {"token_ids": PROMPT, "sampling_params": {"routed_experts_prompt_start": 4}},
+     "routed_experts_prompt_start"),
     ("/v1/completions", {"prompt": PROMPT, "return_routed_experts": True, "routed_experts_start_len": 4},
      "routed_experts_start_len"),
     ("/generate", {"input_ids": PROMPT, "return_routed_experts": True, "routed_experts_start_len": 4},
