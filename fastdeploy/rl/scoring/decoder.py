@@ -22,6 +22,7 @@ from fastdeploy.model_executor.ops.interface import (
     AttentionSpec,
     Block,
     ExpertsBlock,
+    LatentAttentionBlock,
     MlpBlock,
     PackedLinear,
     RouterScore,
@@ -111,6 +112,8 @@ def _added(residual: paddle.Tensor, block: Block, batch: _Batch) -> paddle.Tenso
     x = _norm(residual, block.norm, block.norm_eps)
     if isinstance(block, ExpertsBlock):
         return _experts(x, block, batch)
+    if isinstance(block, LatentAttentionBlock):
+        return _latent_attention(x, block, batch)
     if isinstance(block, MlpBlock):
         out = _mlp(x, block.gate_up, block.down, block.activation)
     else:
@@ -138,6 +141,27 @@ def _attention(x: paddle.Tensor, block: AttentionBlock, batch: _Batch) -> paddle
         weights = paddle.split(weights, [batch.length, 1], axis=-1)[0]
     out = paddle.matmul(weights, v).reshape([batch.sequences, heads, batch.length, dim]).transpose([0, 2, 1, 3])
     return _linear(out.reshape([batch.sequences * batch.length, heads * dim]), block.o)
+
+
+def _latent_attention(x: paddle.Tensor, block: LatentAttentionBlock, batch: _Batch) -> paddle.Tensor:
+    """Attention over the keys and values of all heads, which takes less time here than absorbed weights."""
+    spec, shape = block.attention, [batch.sequences, batch.length, block.attention.num_heads, -1]
+    c, turned_key = paddle.split(_linear(x, block.kv_a), [block.kv_b.in_features, spec.rotated], axis=1)
+    kv = _linear(_norm(c, block.kv_norm, spec.norm_eps), block.kv_b).reshape(shape).transpose([0, 2, 1, 3])
+    if block.q_a is not None and block.q_norm is not None:
+        x = _norm(_linear(x, block.q_a), block.q_norm, spec.norm_eps)
+    q = _linear(x, block.q).reshape(shape).transpose([0, 2, 1, 3])
+    plain = block.absorbed.in_features
+    q, turned = paddle.split(q, [plain, spec.rotated], axis=3)
+    k, v = paddle.split(kv, [plain, kv.shape[3] - plain], axis=3)
+    cos, sin, turn = batch.rotation(spec)
+    cos, sin, turn = cos[:, : spec.rotated], sin[:, : spec.rotated], turn[: spec.rotated, : spec.rotated]
+    turned_key = turned_key.reshape([batch.sequences, 1, batch.length, spec.rotated])
+    turned, turned_key = (one * cos + paddle.matmul(one, turn) * sin for one in (turned, turned_key))
+    scores = paddle.matmul(q, k, transpose_y=True) + paddle.matmul(turned, turned_key, transpose_y=True)
+    weights = F.softmax(scores * spec.scale + batch.mask(spec)[: batch.length], -1)
+    out = paddle.matmul(weights, v).transpose([0, 2, 1, 3])
+    return _linear(out.reshape([batch.sequences * batch.length, -1]), block.o)
 
 
 def _mlp(x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear, activation: Activation) -> paddle.Tensor:

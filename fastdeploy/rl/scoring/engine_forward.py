@@ -15,7 +15,7 @@ import paddle
 
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.experts import ExpertsInfo
-from fastdeploy.model_executor.models.interface import Model, ModelWeights
+from fastdeploy.model_executor.models.interface import Model, ModelWeights, new_kv_cache
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Routing
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.rl.scoring.distribution import Distribution
@@ -128,10 +128,7 @@ class EngineForward:
         """Return a KV cache of at least so many blocks, the same one each time if it is large enough."""
         if self._cache is None or self._cache.num_blocks < num_blocks:
             self._cache = None  # frees the old memory first
-            c = self._model.config
-            self._cache = self._model.ops.new_kv_cache(
-                c.num_hidden_layers, num_blocks, BLOCK, c.num_key_value_heads, c.head_dim
-            )
+            self._cache = new_kv_cache(self._model.ops, self._model.config, num_blocks, BLOCK)
         return self._cache
 
 

@@ -26,6 +26,12 @@ class Leaf:
     nbytes: int
     quantized: bool = False
 
+    def transposed_heads(self, heads: int, rows: int) -> Leaf:
+        """See ``PackedLinear.transposed_heads``."""
+        of_heads = self.weight.reshape([heads, -1, self.in_features])[:, :rows].transpose([0, 2, 1])
+        weight = of_heads.reshape([heads * self.in_features, rows])
+        return Leaf(weight, None, heads * self.in_features, rows, 4 * weight.size)
+
 
 def as_leaf(linear: PackedLinear) -> Leaf:
     """Return a linear of a block that was assembled of leaves."""
@@ -38,27 +44,11 @@ def leaf_of(parameter: Parameter, tensors: Mapping[str, paddle.Tensor]) -> Value
     if parameter.is_vector:
         return _stacked([tensors[parameter.weights[0]].flatten()])
     if parameter.experts:
-        tensors = {name: _in_rows(parameter, tensors[name]) for name in parameter.tensors}
+        tensors = {name: parameter.rows_of_experts(tensors[name]) for name in parameter.tensors}
     weight = _stacked(tensors[name] for name in parameter.weights)
-    bias = _stacked(tensors[name] for name in parameter.biases) if parameter.biases else None
+    bias = _stacked(tensors[name].flatten() for name in parameter.biases) if parameter.biases else None
     out_features, in_features = weight.shape
     return Leaf(weight, bias, out_features, in_features, 4 * out_features * in_features)
-
-
-def _in_rows(parameter: Parameter, tensor: paddle.Tensor) -> paddle.Tensor:
-    """Return the tensor of all experts in the order of the rows of their linear: a weight [experts, columns, rows /
-    experts] -> [rows, columns], or a bias [experts, rows / experts] -> [rows]. See ``Parameter``."""
-    columns = parameter.columns if tensor.ndim == 3 else 1
-    parted = tensor.reshape([parameter.experts, columns, -1, 1 + parameter.interleaved])
-    rows = parted.transpose([0, 3, 2, 1])
-    return rows.reshape([-1, columns] if tensor.ndim == 3 else [-1])
-
-
-def _in_stored_order(parameter: Parameter, rows: paddle.Tensor, name: str) -> paddle.Tensor:
-    """Undo ``_in_rows`` for the tensor ``name``."""
-    columns = rows.shape[1] if rows.ndim == 2 else 1
-    parted = rows.reshape([parameter.experts, 1 + parameter.interleaved, -1, columns])
-    return parted.transpose([0, 3, 2, 1]).reshape(parameter.shapes[name])
 
 
 def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
@@ -79,7 +69,7 @@ def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]
     if leaf.bias is not None:
         found |= zip(parameter.biases, paddle.split(_gradient(leaf.bias), rows), strict=True)
     if parameter.experts:
-        return {name: _in_stored_order(parameter, gradient, name) for name, gradient in found.items()}
+        return {name: parameter.tensor_of_experts(one).reshape(parameter.shapes[name]) for name, one in found.items()}
     return found
 
 
