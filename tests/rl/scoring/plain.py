@@ -7,7 +7,8 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models import load_config
-from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies
+from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies, yarn_scale
+from fastdeploy.model_executor.models.deepseek import DeepseekConfig
 from fastdeploy.model_executor.models.ernie import ErnieConfig
 from fastdeploy.model_executor.models.ernie_moe import ErnieMoeConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
@@ -32,11 +33,14 @@ def plain_logprobs(
     a config that is not known here. routing: of each sequence, the experts of each token but the last, [tokens - 1,
     experts layers, top_k]; None: those with the highest scores."""
     config = load_config(folder)
+    deepseek = config if isinstance(config, DeepseekConfig) else None
     turned_dims = config.rotary_dim if isinstance(config, GlmMoeConfig) else config.head_dim
+    turned_dims = turned_dims if deepseek is None else deepseek.latent.qk_rope_head_dim
     frequencies = rope_frequencies(turned_dims, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
     neighbours = isinstance(config, ErnieConfig | ErnieMoeConfig)  # of which the pairs are rotated
+    neighbours = neighbours if deepseek is None else deepseek.rope_interleave
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
     ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
@@ -46,9 +50,11 @@ def plain_logprobs(
         of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
         ropes, windows = [of_kinds[kind] for kind in local], [gemma.sliding_window if kind else None for kind in local]
     gpt_oss = config if isinstance(config, GptOssConfig) else None
-    if gpt_oss is not None and gpt_oss.yarn is not None:
-        frequencies = yarn_frequencies(config.head_dim, config.rope_theta, gpt_oss.yarn)
-        ropes = [rope_tables(frequencies, 512, gpt_oss.yarn.attention_factor)] * config.num_hidden_layers
+    yarn = getattr(config, "yarn", None)
+    if yarn is not None:
+        frequencies = yarn_frequencies(turned_dims, config.rope_theta, yarn)
+        ropes = [rope_tables(frequencies, 512, yarn.attention_factor)] * config.num_hidden_layers
+    if gpt_oss is not None:
         windows = [gpt_oss.sliding_window if kind == "sliding_attention" else None for kind in gpt_oss.layer_types]
     mixture = getattr(config, "mixture", None)
     sparse = () if mixture is None else mixture.layers
@@ -73,16 +79,39 @@ def plain_logprobs(
         return x * cos[: x.shape[1]] + turned * sin[: x.shape[1]]
 
     def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:
-        return x.reshape([-1, count, config.head_dim]).transpose([1, 0, 2])
+        return x.reshape([x.shape[0], count, -1]).transpose([1, 0, 2])
 
     def attention(x: paddle.Tensor, layer: int) -> paddle.Tensor:
         at = f"model.layers.{layer}.self_attn."
+        if deepseek is not None:
+            return latent_attention(x, layer, at, deepseek)
         q = heads(linear(x, at + "q_proj"), config.num_attention_heads)
         k, v = (heads(linear(x, f"{at}{name}_proj"), config.num_key_value_heads) for name in "kv")
         if at + "q_norm.weight" in tensors:
             q, k = norm(q, at + "q_norm"), norm(k, at + "k_norm")
         groups = config.num_attention_heads // config.num_key_value_heads
         q, k, v = rotated(q, layer), rotated(k, layer).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        return attend(q, k, v, scale, layer, at)
+
+    def latent_attention(x: paddle.Tensor, layer: int, at: str, config: DeepseekConfig) -> paddle.Tensor:
+        of, count = config.latent, config.num_attention_heads
+        if of.q_lora_rank is None:
+            q = heads(linear(x, at + "q_proj"), count)
+        else:
+            q = heads(linear(norm(linear(x, at + "q_a_proj"), at + "q_a_layernorm"), at + "q_b_proj"), count)
+        both = linear(x, at + "kv_a_proj_with_mqa")
+        latent, key = both[:, : of.kv_lora_rank], both[:, of.kv_lora_rank :]
+        kv = heads(linear(norm(latent, at + "kv_a_layernorm"), at + "kv_b_proj"), count)
+        plain = of.qk_nope_head_dim
+        key = rotated(key.unsqueeze(0), layer).expand([count, -1, -1])
+        q = paddle.concat([q[..., :plain], rotated(q[..., plain:], layer)], -1)
+        k, v = paddle.concat([kv[..., :plain], key], -1), kv[..., plain:]
+        factor = 1.0 if yarn is None else yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+        return attend(q, k, v, q.shape[-1] ** -0.5 * factor, layer, at)
+
+    def attend(
+        q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, scale: float, layer: int, at: str
+    ) -> paddle.Tensor:
         scores = q @ k.transpose([0, 2, 1]) * scale
         visible, seen = paddle.tril(paddle.ones(scores.shape[1:])), windows[layer]
         visible = visible if seen is None else paddle.triu(visible, 1 - seen)
@@ -92,7 +121,7 @@ def plain_logprobs(
             weights = F.softmax(paddle.concat([scores, sinks], -1), -1)[..., :-1]
         else:
             weights = F.softmax(scores, -1)
-        return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
+        return linear((weights @ v).transpose([1, 0, 2]).reshape([q.shape[1], -1]), at + "o_proj")
 
     def mlp(x: paddle.Tensor, at: str) -> paddle.Tensor:
         gate = linear(x, at + "gate_proj")
