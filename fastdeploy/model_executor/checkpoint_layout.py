@@ -118,7 +118,7 @@ def _of_transformers(stored: Mapping[str, TensorEntry], shapes: Container[str]) 
     origins: dict[str, str] = {}
     for stored_name, stored_entry in stored.items():
         renamed = stored_name.replace(*IN_TRANSFORMERS)
-        for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry):
+        for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry, shapes):
             for one, part in _gate_and_up(name, entry):
                 if one in origins:
                     raise _refuse_twice(stored_name, entry, origins[one])
@@ -136,10 +136,11 @@ def _gate_and_up(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEnt
         yield name.replace(GATE_UP, part), half._replace(offset=entry.offset + number * half.nbytes)
 
 
-def _unstacked(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each expert of a tensor that stacks experts; any other tensor as it is."""
+def _unstacked(name: str, entry: TensorEntry, shapes: Container[str]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each expert of a tensor that stacks experts; as it is any other tensor, and one that the
+    model itself has."""
     found = STACKED.fullmatch(name)
-    if found is None or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
+    if found is None or name in shapes or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
         yield name, entry
         return
     nbytes = entry.nbytes // entry.shape[0]
@@ -153,7 +154,7 @@ def _described(
 ) -> Iterator[tuple[str, TensorEntry]]:
     """Yield name and entry of each tensor in the Hugging Face layout."""
     origins: dict[str, str] = {}
-    for stored_name, name, entry in _renamed(stored):
+    for stored_name, name, entry in _renamed(stored, shapes):
         parts = list(_parts(name, shapes, config, layout))
         _check_stored(stored_name, name, entry, parts, shapes, layout)
         for part in parts:
@@ -167,14 +168,14 @@ def _described(
                 yield part.name, entry if shape is None else entry._replace(shape=shape)
 
 
-def _renamed(stored: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str, TensorEntry]]:
+def _renamed(stored: Mapping[str, TensorEntry], shapes: Container[str]) -> Iterator[tuple[str, str, TensorEntry]]:
     """Yield the stored name of each tensor, its name in a Paddle checkpoint, and its entry. Experts that are stacked
     are one tensor each."""
     for stored_name, stored_entry in stored.items():
         renamed = stored_name
         for pattern, new in RENAMED:
             renamed = pattern.sub(new, renamed)
-        for name, entry in _unstacked(renamed, _with_bfloat16(stored_name, stored_entry)):
+        for name, entry in _unstacked(renamed, _with_bfloat16(stored_name, stored_entry), shapes):
             yield stored_name, name, entry
 
 
