@@ -36,6 +36,7 @@ RENAMED = (
 # All experts of a layer in one tensor, whose first dimension is the expert: in a model of FastDeploy and in one of
 # transformers. The modules of transformers have a name more before that of ERNIE's bias.
 STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<linear>\w+_proj)(?P<paddle>_weight)?")
+ALL_EXPERTS = re.compile(r".*\.mlp\.experts\.\w+_proj(_bias)?")  # a checkpoint of gpt-oss has this, in each layout
 IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 ROUTER, ROUTER_BIAS = ".mlp.gate.weight", "e_score_correction_bias"
 MAX_EXPERTS = 1 << 16  # of a layer
@@ -137,10 +138,10 @@ def _gate_and_up(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEnt
 
 
 def _unstacked(name: str, entry: TensorEntry, shapes: Container[str]) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each expert of a tensor that stacks experts; as it is any other tensor, and one that the
-    model itself has."""
+    """Yield name and entry of each expert of a tensor that stacks experts, unless a checkpoint has it so; any other
+    tensor as it is."""
     found = STACKED.fullmatch(name)
-    if found is None or name in shapes or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
+    if name in shapes or found is None or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
         yield name, entry
         return
     nbytes = entry.nbytes // entry.shape[0]
@@ -210,7 +211,7 @@ def _check_stored(
         expected: list[tuple[int, ...]] = [shape, (1, shape[-1])]  # FastDeploy's models have it as [1, experts]
     elif len(shape) == 1:
         expected = [(sum(part.size for part in parts),)]
-    elif name == EMBEDDING:
+    elif name == EMBEDDING or ALL_EXPERTS.fullmatch(name):
         expected = [shape]
     else:
         expected = [(shape[1], sum(part.size for part in parts))]
@@ -230,7 +231,7 @@ def _is_kept(name: str, entry: TensorEntry, shape: tuple[int, ...], layout: Layo
     if name.endswith(ROUTER):
         return entry.shape == shape
     if name != LM_HEAD:
-        return name == EMBEDDING or name.endswith(ROUTER_BIAS)
+        return name == EMBEDDING or name.endswith(ROUTER_BIAS) or ALL_EXPERTS.fullmatch(name) is not None
     return entry.shape == shape and (shape[0] != shape[1] or layout.name == PADDLEFORMERS)
 
 
