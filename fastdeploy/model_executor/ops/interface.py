@@ -446,13 +446,14 @@ class Ops(Protocol):
     def set_bias(self, weight: PackedLinear, first: int, bias: np.ndarray) -> None:
         """Set the bias of the rows from ``first`` on: float32, contiguous."""
 
-    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
         """Read, check, convert, pack and fingerprint tensors in one pass, on all cores. The regions do not overlap, and
         no step uses them. Each byte of a source is read once. stop: int32 [1]; another thread may set it to 1, and the
         rest is given up then. Releases the GIL. Runs beside all other ops, and gives way to them: its threads have a
-        low priority. Returns the results in the order of the items."""
+        low priority. dtype: of vectors, "float32" or ""; "": that of the ops. Returns the results in the order of the
+        items."""
 
-    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
         """Change values of regions, in time proportional to the payloads. Otherwise as ``stage``. An item that is
         MALFORMED or not finite may be applied in part. A region with neither a linear nor a vector is not allowed."""
 

@@ -104,11 +104,11 @@ class ReferenceOps:
         assert isinstance(weight, ReferenceLinear) and weight.bias is not None
         weight.bias[first : first + len(bias)] = paddle.to_tensor(bias)
 
-    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return stage(self, items, stop)
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return stage(items, stop, dtype or self.dtype)
 
-    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return apply_deltas(self, items, stop)
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return apply_deltas(self, items, stop, dtype or self.dtype)
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
         assert isinstance(target, ReferenceLinear) and isinstance(source, ReferenceLinear)

@@ -119,6 +119,21 @@ def test_forced_experts_give_the_bits_of_the_own_choice_and_others_give_theirs(o
         np.testing.assert_array_equal(told.experts[changed != OWN_CHOICE], changed[changed != OWN_CHOICE])
 
 
+def test_weights_are_divided_by_their_sum_or_by_the_least_divisor(ops, reference, rng):
+    x = rng.standard_normal((5, HIDDEN)).astype(np.float32)
+    for one in (ops, reference):
+        found = []
+        for least in (1e-12, 2.0):  # the sum is at most 1
+            mixture = Mixture(np.random.default_rng(3), SPECS["softmax, normalised"]._replace(norm_min=least))
+            layer = mixture.on(one)
+            attended = mixture.run(one, DecoderLayer(layer.blocks[:1]), x)
+            found.append(mixture.run(one, layer, x) - attended)
+        plain = Mixture(np.random.default_rng(3), SPECS["softmax"])
+        raw = plain.run(one, plain.on(one), x) - attended
+        np.testing.assert_allclose(found[1], raw / 2, atol=1e-2 if one.dtype == "bfloat16" else 1e-5)
+        assert np.abs(found[0] - raw).max() > 1e-3
+
+
 def test_of_equal_ranks_the_lower_expert_is_chosen_first(ops, reference, rng):
     for name, spec in SPECS.items():
         mixture, x = Mixture(rng, spec._replace(bias=None)), rng.standard_normal((5, HIDDEN)).astype(np.float32)
