@@ -15,6 +15,8 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     AttentionBlock,
     AttentionSpec,
@@ -130,7 +132,13 @@ def _attention(x: paddle.Tensor, block: AttentionBlock, batch: _Batch) -> paddle
     qk = qk * cos + paddle.matmul(qk, quarter_turn) * sin
     q, k = paddle.split(qk, [heads, kv], axis=1)
     q = q.reshape([batch.sequences, kv, heads // kv * batch.length, dim]) * spec.scale
-    weights = F.softmax(paddle.matmul(q, k, transpose_y=True) + batch.mask(spec), -1)
+    scores = paddle.matmul(q, k, transpose_y=True) + batch.mask(spec)
+    if spec.sinks is not None:
+        sinks = _rows(spec.sinks, x.shape[0]).reshape([batch.sequences, batch.length, heads]).transpose([0, 2, 1])
+        scores = paddle.concat([scores, sinks.reshape([*scores.shape[:-1], 1])], axis=-1)
+    weights = F.softmax(scores, -1)
+    if spec.sinks is not None:
+        weights = paddle.split(weights, [batch.length, 1], axis=-1)[0]
     out = paddle.matmul(weights, v).reshape([batch.sequences, heads, batch.length, dim]).transpose([0, 2, 1, 3])
     return _linear(out.reshape([batch.sequences * batch.length, heads * dim]), block.o)
 
@@ -213,15 +221,18 @@ def _expert_weights(logits: paddle.Tensor, chosen: np.ndarray, spec: RouterSpec)
         scores = F.softmax(logits, -1) if spec.score is RouterScore.SOFTMAX else F.sigmoid(logits)
         weights = paddle.take_along_axis(scores, at, 1)
     if spec.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / weights.sum(-1, keepdim=True).clip(min=spec.norm_min)
     return weights if spec.scale == 1.0 else weights * spec.scale
 
 
 def _gated(gate_up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
-    """Return activation(gate) * up: gate_up [N, 2I] -> [N, I]."""
+    """Return the activation of gate and up: gate_up [N, 2I] -> [N, I]."""
     if activation is Activation.SILU:
         return F.swiglu(gate_up)
     gate, up = paddle.split(gate_up, 2, axis=1)
+    if activation is Activation.SWIGLU_CLAMPED:
+        gate, up = gate.clip(max=SWIGLU_LIMIT), up.clip(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * F.sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
     return F.gelu(gate, approximate=True) * up
 
 

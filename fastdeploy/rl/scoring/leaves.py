@@ -43,8 +43,10 @@ def leaf_of(parameter: Parameter, tensors: Mapping[str, paddle.Tensor]) -> Value
     """Stack the tensors of a parameter, by name and in any dtype, into a leaf, or a vector, that collects gradients."""
     if parameter.is_vector:
         return _stacked([tensors[parameter.weights[0]].flatten()])
+    if parameter.experts:
+        tensors = {name: parameter.rows_of_experts(tensors[name]) for name in parameter.tensors}
     weight = _stacked(tensors[name] for name in parameter.weights)
-    bias = _stacked(tensors[name] for name in parameter.biases) if parameter.biases else None
+    bias = _stacked(tensors[name].flatten() for name in parameter.biases) if parameter.biases else None
     out_features, in_features = weight.shape
     return Leaf(weight, bias, out_features, in_features, 4 * out_features * in_features)
 
@@ -66,6 +68,8 @@ def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]
     found = dict(zip(parameter.weights, paddle.split(_gradient(leaf.weight), rows), strict=True))
     if leaf.bias is not None:
         found |= zip(parameter.biases, paddle.split(_gradient(leaf.bias), rows), strict=True)
+    if parameter.experts:
+        return {name: parameter.tensor_of_experts(one).reshape(parameter.shapes[name]) for name, one in found.items()}
     return found
 
 

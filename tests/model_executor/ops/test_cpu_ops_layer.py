@@ -53,7 +53,7 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
             vector = parameter.is_vector
             if parameter.experts:
                 weights = [rows_of(weights[0], parameter.interleaved)]
-                biases = [parameter.linear_order(biases[0].reshape(-1))]
+                biases = [parameter.rows_of_experts(biases[0]).reshape(-1)]
             values[parameter.key] = (
                 paddle.to_tensor(weights[0].reshape(-1))
                 if vector

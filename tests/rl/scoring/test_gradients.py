@@ -45,8 +45,12 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
     """Assert that each gradient differs by at most ``tolerance`` of the largest value of its tensor."""
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
+        if not one.any():
+            assert not found[name].any(), name
+            continue
         error = np.abs(found[name] - one).max() / np.abs(one).max()
-        assert error <= tolerance, f"{name}: {error:g}"
+        few = name.endswith("sinks")  # four numbers, each the sum of all tokens, in which most cancels out
+        assert error <= (4 if few else 1) * tolerance, f"{name}: {error:g}"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -64,8 +68,9 @@ def test_gradients_are_those_of_plain_paddle_at_the_rounded_weights(checkpoints,
     (plain * upstream).sum().backward()
     error = np.abs(plain.numpy() - logprobs.numpy()).max()
     assert error < (1e-4 if dtype == "float32" else 0.5)
-    found, wanted = ({name: t.grad.numpy() for name, t in of.items()} for of in (scorer.parameters, rounded))
-    assert_close(found, wanted, 1e-5)
+    unused = "e_score_correction_bias"  # only the choice depends on it
+    wanted = {n: np.zeros(t.shape) if unused in n else t.grad.numpy() for n, t in rounded.items()}
+    assert_close({name: t.grad.numpy() for name, t in scorer.parameters.items()}, wanted, 1e-5)
 
 
 @pytest.mark.parametrize(
