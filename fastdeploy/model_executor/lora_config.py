@@ -82,8 +82,8 @@ class LoraSetting(NamedTuple):
 class Modules(NamedTuple):
     """The modules of a model, by their names in checkpoints. output: the one of ``linears`` that gives the logits.
     others: modules with weights that no adapter can change. experts: those of them that are linears: experts, shared
-    experts and routers, and kv_b_proj of latent attention. PEFT finds them by these names, too, where transformers stacks all experts in one tensor
-    (peft/utils/transformers_weight_conversion.py), and counts them to all-linear."""
+    experts and routers, and kv_b_proj of latent attention. PEFT finds experts by these names, too, where transformers
+    stacks all experts in one tensor (peft/utils/transformers_weight_conversion.py), and counts them to all-linear."""
 
     linears: tuple[str, ...]
     output: str

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
