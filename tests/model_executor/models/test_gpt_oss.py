@@ -60,7 +60,7 @@ def test_gpt_oss_has_the_defaults_of_transformers():
     assert (config.mixture.experts, config.mixture.top_k, config.mixture.layers) == (128, 4, (0, 1, 2))
     assert config.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
     assert (config.sliding_window, config.attention_bias) == (128, True)
-    assert config.yarn == (32.0, 32.0, 1.0, 4096, False, 0.1 * np.log(32) + 1)
+    assert config.yarn == (32.0, 32.0, 1.0, 4096, False, 0.1 * np.log(32) + 1, 0.0)
 
 
 def test_the_default_rotary_embedding_and_layers_without_a_window_are_read():
