@@ -121,7 +121,7 @@ int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(lor
 // Returns 1 if between_layers ended the step.
 int fd_run_layers(const StepArgs* s) {
   int64_t last_attention = s->count - 1;
-  while (last_attention > 0 && s->blocks[last_attention].kind != kAttentionBlock) --last_attention;
+  while (last_attention > 0 && !s->blocks[last_attention].is_attention()) --last_attention;
   StepState step = {s->batch,
                     s->cache,
                     s->residual,
@@ -157,12 +157,15 @@ int fd_embedding(const int32_t* ids, int64_t m, const Weight* w, float* out) {
   return FD_VECTOR(embedding, ids, m, *w, out);
 }
 
-Cache* fd_new_cache(int bf16, int64_t layers, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
-  auto* c = new (std::nothrow) Cache{bf16 != 0, layers, blocks, block_size, kv_heads, head_dim, 0, 0, 0, nullptr};
+// parts: see Cache.
+Cache* fd_new_cache(int bf16, int64_t layers, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim,
+                    int64_t parts) {
+  auto* c =
+      new (std::nothrow) Cache{bf16 != 0, layers, blocks, block_size, kv_heads, head_dim, 0, parts, 0, 0, nullptr};
   if (c == nullptr) return nullptr;
   c->dim_padded = round_up(head_dim, bf16 ? 32 : 16);
   c->block_elements = kv_heads * block_size * c->dim_padded;
-  c->bytes = layers * 2 * blocks * c->block_elements * (bf16 ? 2 : 4);
+  c->bytes = layers * parts * blocks * c->block_elements * (bf16 ? 2 : 4);
   c->data = allocate_pages(static_cast<size_t>(c->bytes));
   if (c->data == nullptr) {
     delete c;
@@ -180,7 +183,7 @@ void fd_free_cache(Cache* c) {
 int64_t fd_cache_bytes(const Cache* c) { return c->bytes; }
 
 void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, int64_t pairs) {
-  const int64_t element = c->bf16 ? 2 : 4, bytes = 2 * c->block_elements * element;  // keys and values
+  const int64_t element = c->bf16 ? 2 : 4, bytes = c->parts * c->block_elements * element;
   char* data = static_cast<char*>(c->data);
   for (int64_t i = 0; i < pairs; ++i)
     for (int64_t layer = 0; layer < c->layers; ++layer)

@@ -7,6 +7,7 @@
 // float32 cache    a block has K [kv head][slot/16][Dp][16], then V [kv head][slot][Dp]
 // bfloat16 cache   a block has K [kv head][slot/16][Dp/2][16][2], then V [kv head][slot/2][Dp][2]
 //                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
+//                  A cache of one part has no V: the values are the keys.
 // int8 values      [ceil(N/16)][ceil(K/64)] groups of 1,088 bytes: 16 float32 scales, then [16 k quads][16 columns][4]
 //                  bytes, each 128 + value (weights/quantize.cc). Beside the values of a bfloat16 weight, from which
 //                  they are made.
@@ -82,13 +83,14 @@ struct LinearInput {
 struct Cache {
   bool bf16;
   int64_t layers, blocks, block_size, kv_heads, head_dim, dim_padded;
+  int64_t parts;           // 2: keys and values; 1: keys, which are the values, too
   int64_t block_elements;  // of K (or V) of one block in one layer, all heads
   int64_t bytes;
   void* data;
 
   // Element offset of a block's first head; which: 0 = K, 1 = V.
   int64_t offset(int64_t layer, int which, int64_t block) const {
-    return ((layer * blocks + block) * 2 + which) * block_elements;
+    return ((layer * blocks + block) * parts + which) * block_elements;
   }
 };
 
@@ -122,15 +124,17 @@ struct AttentionArgs : Batch, AttentionSpec {
   float* out;
 };
 
+enum BlockKind : int64_t { kAttentionBlock, kMlpBlock, kExpertsBlock, kLatentAttentionBlock };
+
 // One of the blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
 struct Block {
   int64_t kind;        // its index in BLOCKS of ops/interface.py
   int64_t linears;     // how many of its linears may have an adapter
   int64_t ends_layer;  // 1 for the last block of a layer
   const void* fields;  // the structure of its kind (layer.cc)
-};
 
-enum BlockKind : int64_t { kAttentionBlock, kMlpBlock, kExpertsBlock };
+  bool is_attention() const { return kind == kAttentionBlock || kind == kLatentAttentionBlock; }
+};
 
 // A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
 // cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows

@@ -36,6 +36,7 @@ RENAMED = (
 # All experts of a layer in one tensor, whose first dimension is the expert: in a model of FastDeploy and in one of
 # transformers. The modules of transformers have a name more before that of ERNIE's bias.
 STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<linear>\w+_proj)(?P<paddle>_weight)?")
+ALL_EXPERTS = re.compile(r".*\.mlp\.experts\.\w+_proj(_bias)?")  # a checkpoint of gpt-oss has this, in each layout
 IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 ROUTER, ROUTER_BIAS = ".mlp.gate.weight", "e_score_correction_bias"
 MAX_EXPERTS = 1 << 16  # of a layer
@@ -118,7 +119,7 @@ def _of_transformers(stored: Mapping[str, TensorEntry], shapes: Container[str]) 
     origins: dict[str, str] = {}
     for stored_name, stored_entry in stored.items():
         renamed = stored_name.replace(*IN_TRANSFORMERS)
-        for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry):
+        for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry, shapes):
             for one, part in _gate_and_up(name, entry):
                 if one in origins:
                     raise _refuse_twice(stored_name, entry, origins[one])
@@ -136,10 +137,11 @@ def _gate_and_up(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEnt
         yield name.replace(GATE_UP, part), half._replace(offset=entry.offset + number * half.nbytes)
 
 
-def _unstacked(name: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of each expert of a tensor that stacks experts; any other tensor as it is."""
+def _unstacked(name: str, entry: TensorEntry, shapes: Container[str]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield name and entry of each expert of a tensor that stacks experts, unless a checkpoint has it so; any other
+    tensor as it is."""
     found = STACKED.fullmatch(name)
-    if found is None or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
+    if name in shapes or found is None or len(entry.shape) != 3 or not 0 < entry.shape[0] <= MAX_EXPERTS:
         yield name, entry
         return
     nbytes = entry.nbytes // entry.shape[0]
@@ -153,7 +155,7 @@ def _described(
 ) -> Iterator[tuple[str, TensorEntry]]:
     """Yield name and entry of each tensor in the Hugging Face layout."""
     origins: dict[str, str] = {}
-    for stored_name, name, entry in _renamed(stored):
+    for stored_name, name, entry in _renamed(stored, shapes):
         parts = list(_parts(name, shapes, config, layout))
         _check_stored(stored_name, name, entry, parts, shapes, layout)
         for part in parts:
@@ -167,14 +169,14 @@ def _described(
                 yield part.name, entry if shape is None else entry._replace(shape=shape)
 
 
-def _renamed(stored: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str, TensorEntry]]:
+def _renamed(stored: Mapping[str, TensorEntry], shapes: Container[str]) -> Iterator[tuple[str, str, TensorEntry]]:
     """Yield the stored name of each tensor, its name in a Paddle checkpoint, and its entry. Experts that are stacked
     are one tensor each."""
     for stored_name, stored_entry in stored.items():
         renamed = stored_name
         for pattern, new in RENAMED:
             renamed = pattern.sub(new, renamed)
-        for name, entry in _unstacked(renamed, _with_bfloat16(stored_name, stored_entry)):
+        for name, entry in _unstacked(renamed, _with_bfloat16(stored_name, stored_entry), shapes):
             yield stored_name, name, entry
 
 
@@ -209,7 +211,7 @@ def _check_stored(
         expected: list[tuple[int, ...]] = [shape, (1, shape[-1])]  # FastDeploy's models have it as [1, experts]
     elif len(shape) == 1:
         expected = [(sum(part.size for part in parts),)]
-    elif name == EMBEDDING:
+    elif name == EMBEDDING or ALL_EXPERTS.fullmatch(name):
         expected = [shape]
     else:
         expected = [(shape[1], sum(part.size for part in parts))]
@@ -229,7 +231,7 @@ def _is_kept(name: str, entry: TensorEntry, shape: tuple[int, ...], layout: Layo
     if name.endswith(ROUTER):
         return entry.shape == shape
     if name != LM_HEAD:
-        return name == EMBEDDING or name.endswith(ROUTER_BIAS)
+        return name == EMBEDDING or name.endswith(ROUTER_BIAS) or ALL_EXPERTS.fullmatch(name) is not None
     return entry.shape == shape and (shape[0] != shape[1] or layout.name == PADDLEFORMERS)
 
 

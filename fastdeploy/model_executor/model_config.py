@@ -12,6 +12,7 @@ from fastdeploy.core.errors import InvalidField, shown
 
 MAX_COUNT = 2**31 - 1
 MAX_NUMBER = 1e15
+MAX_HEAD_DIM = 576  # of the ops
 DTYPES = ("float32", "bfloat16", "float16")
 SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds of the key layer_types
 _DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
@@ -23,10 +24,12 @@ class ModelConfig:
     head_dim may differ from hidden_size / heads.
 
     dtype: the type of the checkpoint, "float32" if it names none. eos_token_ids: any of them ends a text.
-    norms_add_one: the RMSNorms of the architecture multiply with 1 + weight.
+    norms_add_one: the RMSNorms of the architecture multiply with 1 + weight. keys_only: see ``KVCache``
+    (ops/interface.py).
     """
 
     norms_add_one: ClassVar[bool] = False
+    keys_only: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int
@@ -65,8 +68,8 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise InvalidField("num_key_value_heads", f"expected a divisor of {heads} (the heads), got {kv_heads}")
     head_dim = hidden // heads if raw.get("head_dim") is None else count(raw, "head_dim")
-    if head_dim % 2 or not 0 < head_dim <= 512:
-        raise InvalidField("head_dim", f"expected an even number (rotary pairs) up to 512, got {head_dim}")
+    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise InvalidField("head_dim", f"expected an even number (rotary pairs) up to {MAX_HEAD_DIM}, got {head_dim}")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise InvalidField("torch_dtype", f"expected one of {', '.join(DTYPES)}, got {shown(dtype)}")

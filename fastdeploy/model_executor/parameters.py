@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import paddle
@@ -15,6 +15,7 @@ from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
+Array = TypeVar("Array", np.ndarray, paddle.Tensor)
 SLICE = 4096  # rows that are rounded or unpacked at once: a whole copy of a tensor could be large
 
 
@@ -68,18 +69,19 @@ class Parameter(NamedTuple):
         weights = {name: (rows, self.columns) for name, rows in zip(self.weights, self.rows, strict=True)}
         return weights | {name: (rows,) for name, rows in zip(self.biases, self.rows, strict=bool(self.biases))}
 
-    def stored_order(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a linear with experts, [experts, rows of an expert, columns], or its bias with one column, as
-        the tensor has them."""
-        experts, of_expert, columns = rows.shape
-        parted = rows.reshape(experts, 1 + self.interleaved, -1, columns).swapaxes(1, 2)
-        return parted.reshape(experts, of_expert, columns).swapaxes(1, 2)
+    def rows_of_experts(self, tensor: Array) -> Array:
+        """Return the rows of the linear, [rows, columns], that a tensor of experts [experts, columns, rows / experts]
+        has; of a bias, [rows, 1]."""
+        columns, parts = tensor.shape[1] if len(tensor.shape) == 3 else 1, 1 + self.interleaved
+        return tensor.reshape([self.experts, columns, -1, parts]).transpose([0, 3, 2, 1]).reshape([-1, columns])
 
-    def linear_order(self, bias: np.ndarray) -> np.ndarray:
-        """Return the values of a bias, flat in the order of its tensor, in the order of the rows of the linear."""
-        if not self.interleaved:
-            return bias
-        return np.ascontiguousarray(bias.reshape(self.experts, -1, 2).swapaxes(1, 2)).reshape(-1)
+    def tensor_of_experts(self, rows: Array) -> Array:
+        """Return rows of whole experts, [N, columns], as a tensor has them: [experts, columns, rows of an expert]. A
+        bias, [N], has one column."""
+        columns, parts = rows.shape[1] if len(rows.shape) == 2 else 1, 1 + self.interleaved
+        of_expert = self.rows[0] // self.experts
+        parted = rows.reshape([-1, parts, of_expert // parts, columns]).transpose([0, 3, 2, 1])
+        return parted.reshape([-1, columns, of_expert])
 
 
 def vector(key: str, name: str, size: int, is_row: bool = False) -> Parameter:
@@ -131,13 +133,13 @@ def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[
         bias = ops.unpack_bias(value)
         assert bias is not None
         if parameter.experts:
-            bias = parameter.stored_order(bias.reshape(parameter.experts, -1, 1)).reshape(-1)
+            bias = parameter.tensor_of_experts(bias).reshape(-1)
         yield in_dtype(bias[first:last], ops.dtype)
         return
     if parameter.experts:
         of_expert = last // parameter.experts
         for row in range(0, last, of_expert):
-            yield parameter.stored_order(ops.unpack_linear(value, row, row + of_expert)[None])
+            yield parameter.tensor_of_experts(ops.unpack_linear(value, row, row + of_expert))
         return
     for row in range(first, last, SLICE):
         yield ops.unpack_linear(value, row, min(row + SLICE, last))

@@ -10,7 +10,7 @@ from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.experts import experts_of_config
-from fastdeploy.model_executor.models.interface import Model
+from fastdeploy.model_executor.models.interface import Model, new_kv_cache
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.worker.memory import free_memory, total_memory
@@ -77,8 +77,7 @@ def plan_memory(
     routing = experts_of_config(config) if enable_return_routed_experts else None
     if enable_return_routed_experts and routing is None:
         raise InvalidField("enable_return_routed_experts", "expected a Mixture of Experts: this model is dense")
-    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-    block_bytes = ops.new_kv_cache(layers, 1, block_size, kv_heads, config.head_dim).nbytes
+    block_bytes = new_kv_cache(ops, config, 1, block_size).nbytes
     if routing is not None:
         block_bytes += block_size * routing.row_bytes
     if num_blocks is not None:

@@ -21,7 +21,7 @@ from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.lora import check_config
 from fastdeploy.model_executor.models.experts import experts_of_config
-from fastdeploy.model_executor.models.interface import ModelWeights
+from fastdeploy.model_executor.models.interface import ModelWeights, new_kv_cache
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
 from fastdeploy.model_executor.parameters import Value, checksums
@@ -301,9 +301,8 @@ class ModelRunner:
 
     def _make_cache(self) -> None:
         """Take the memory of the KV cache. Raises MemoryError; then nothing has changed."""
-        c, info = self.config, self.info
-        shape = c.num_hidden_layers, info.num_blocks, info.block_size, c.num_key_value_heads, c.head_dim
-        cache = self.ops.new_kv_cache(*shape)
+        info = self.info
+        cache = new_kv_cache(self.ops, self.config, info.num_blocks, info.block_size)
         if info.routed_experts and info.experts is not None:
             self._routing = RoutingStore(info.experts, info.num_blocks, info.block_size)
         self.cache = cache

@@ -121,7 +121,9 @@ class StagedValues:
         for name in parameter.biases:
             _, first, rows, _ = self._places[name]
             if name in arrived:
-                self._ops.set_bias(weight, first, parameter.linear_order(self._vectors[name]))
+                bias = self._vectors[name]
+                bias = parameter.rows_of_experts(bias).reshape(-1) if parameter.experts else bias
+                self._ops.set_bias(weight, first, bias)
             else:
                 assert old_bias is not None
                 self._ops.set_bias(weight, first, old_bias[first : first + rows])

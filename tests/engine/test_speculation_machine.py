@@ -1,5 +1,6 @@
 """A state machine on a real model: whatever happens to requests, and whatever is drafted, each token and each logprob
-is that of a run of the request alone, without speculation, with the same weights at the same tokens. Bit for bit."""
+is that of a run of the request alone, without speculation, with the same weights at the same tokens. Bit for bit. So
+are the experts of each token."""
 
 from __future__ import annotations
 
@@ -46,12 +47,6 @@ ASKED: list[tuple[list[int], dict, str]] = [
 ]  # fmt: skip
 
 
-def asked(number: int, request_id: str, **fields) -> AddRequest:
-    ids, settings_, adapter = ASKED[number]
-    sampling = SamplingParams(**{"max_tokens": 30, "seed": number, **settings_})
-    return AddRequest(request_id, list(ids), sampling, adapter=adapter, **fields)
-
-
 class Served:
     """A model with some sets of weights and an adapter, in folders, and what each request gets when it is alone."""
 
@@ -59,24 +54,33 @@ class Served:
         self._folder = tempfile.TemporaryDirectory()
         base, spec = Path(self._folder.name), SPECS[name]
         self.vocab = spec.vocab
+        self._has_experts = bool(spec.experts)
         self.folders = [
             write_checkpoint(base / f"w{k}", dataclasses.replace(spec, seed=40 + k)) for k in range(NUM_WEIGHTS)
         ]
-        self.adapter = write_adapter(base / ADAPTER, spec, simple(spec, 4, "q_proj", "down_proj"))
+        modules = ("q_proj", "o_proj" if self._has_experts else "down_proj")
+        self.adapter = write_adapter(base / ADAPTER, spec, simple(spec, 4, *modules))
         self._alone: dict[tuple[int, int, int], list[int]] = {}
 
     def harness(self, weights: int = 0, **more) -> Harness:
-        h = Harness(SteppedRunner(self.folders[weights]), **{**LIMITS, **more})
+        runner = SteppedRunner(self.folders[weights], routed_experts=self._has_experts)
+        h = Harness(runner, **{**LIMITS, **more})
         h.load = h.ask(m.LoadAdapterArgs(ADAPTER, FolderSource(str(self.adapter))), rounds=4)
         assert h.load.failure is None, h.load
         return h
+
+    def asked(self, number: int, request_id: str, **fields) -> AddRequest:
+        """Return a request of ASKED. Of a Mixture of Experts it asks for the experts of each token, too."""
+        ids, settings_, adapter = ASKED[number]
+        given = {"max_tokens": 30, "seed": number, "routed_experts": self._has_experts, **settings_}
+        return AddRequest(request_id, list(ids), SamplingParams(**given), adapter=adapter, **fields)
 
     def alone(self, weights: int, number: int, choice: int) -> list[int]:
         """Return the tokens of a request that these weights compute from its first token to its last."""
         key = weights, number, choice
         if key not in self._alone:
             h = self.harness(weights)
-            self._alone[key] = replay(h, asked(number, "r"), choice, [], LONGEST).tokens
+            self._alone[key] = replay(h, self.asked(number, "r"), choice, [], LONGEST).tokens
         return self._alone[key]
 
     def close(self) -> None:
@@ -102,7 +106,7 @@ def machine_of(served: Served) -> type[RuleBasedStateMachine]:
               priority=st.integers(0, 1), salt=st.sampled_from(["", "", "s"]))  # fmt: skip
         def add(self, numbers: list[int], n: int, priority: int, salt: str) -> None:
             for number in numbers:
-                add = asked(number, f"{number}-{len(self.added)}", n=n, priority=priority, cache_salt=salt)
+                add = served.asked(number, f"{number}-{len(self.added)}", n=n, priority=priority, cache_salt=salt)
                 self.added[add.request_id] = add
                 self.h.send(add)
             self.h.run_rounds()
@@ -186,7 +190,7 @@ def machine_of(served: Served) -> type[RuleBasedStateMachine]:
 
 def assert_equal(got: Outcome, expected: Outcome) -> None:
     """Compare. A choice that was aborted or cancelled has the beginning of what the other run has."""
-    assert got.tokens == expected.tokens and got.logprobs == expected.logprobs
+    assert got.tokens == expected.tokens and got.logprobs == expected.logprobs and got.rows == expected.rows
     assert [(s.version, s.start, s.end) for s in got.spans] == [(s.version, s.start, s.end) for s in expected.spans]
     if got.reason in (None, "abort"):
         return
@@ -194,7 +198,7 @@ def assert_equal(got: Outcome, expected: Outcome) -> None:
     assert got.prompt_logprobs == expected.prompt_logprobs
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_bf16"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_bf16", "qwen3_moe"])
 def served(request: pytest.FixtureRequest):
     made = Served(request.param)
     yield made

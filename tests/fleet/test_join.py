@@ -14,7 +14,7 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
-from support.fake_runner import adapter_fingerprint, expected_tokens, fingerprint_of, write_adapter
+from support.fake_runner import EXPERTS, adapter_fingerprint, expected_tokens, fingerprint_of, write_adapter
 
 CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=2.0, rebuild_s=0.3)
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5}
@@ -354,7 +354,12 @@ def test_a_fleet_that_lost_its_weights_is_held_until_they_are_published_again(fl
 
 
 @pytest.mark.parametrize(
-    ("options", "why"), [({"vocab": 77}, "vocab_size is 77"), ({"quantization": "int8"}, "quantization is 'int8'")]
+    ("options", "why"),
+    [
+        ({"vocab": 77}, "vocab_size is 77"),
+        ({"quantization": "int8"}, "quantization is 'int8'"),
+        ({"experts": EXPERTS}, "experts is {'layers': [1, 3]"),
+    ],
 )
 def test_an_engine_with_another_model_or_quantization_is_refused_by_name(fleet, options, why):
     fleet.launcher.find("replica-1")._runner_options = options

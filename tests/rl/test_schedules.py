@@ -22,7 +22,7 @@ from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from rl.coroutines import run
 from rl.real_server import RealServer, Wire, real_server
-from support.fake_runner import expected_tokens
+from support.fake_runner import EXPERTS, expected_rows, expected_tokens
 from support.search import examples
 
 TOKENS = 40
@@ -45,7 +45,7 @@ def server() -> Iterator[RealServer]:
         patch.setattr(admission, "RETRY_AFTER_S", 0.02)
         patch.setitem(errors.RETRY_AFTER, 503, 0.02)
         patch.setattr(verl_server, "BACKOFF_S", 0.01)
-        with real_server(runner={"step_s": 0.0005}, max_num_seqs=2, max_waiting=4) as server:
+        with real_server(runner={"step_s": 0.0005, "experts": EXPERTS}, max_num_seqs=2, max_waiting=4) as server:
             yield server
 
 
@@ -88,14 +88,19 @@ def assert_nothing_is_left(server: RealServer) -> None:
     named=st.booleans(),
     retained=st.booleans(),
     scored=st.booleans(),
+    routed_from=st.sampled_from([None, 0, 2]),
 )
-def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained, scored):
+def test_no_schedule_of_faults_changes_an_answer_of_the_client(
+    server, events, budgets, n, named, retained, scored, routed_from
+):
     prompts = [prompt + LONG_TAIL for prompt in PROMPTS] if scored else PROMPTS
 
     async def go():
         async with Wire(server.url, [None, *budgets]) as wire, RolloutClient(wire.url, max_failures=100) as client:
             params = PARAMS | ({"retain_s": 5.0} if named and retained else {})
             params |= {"prompt_logprobs": 0} if scored else {}
+            if routed_from is not None:
+                params |= {"routed_experts": True, "routed_experts_start": routed_from}
             tasks = []
             for k, prompt in enumerate(prompts):
                 options = {"request_id": f"{id(wire)}-{k}"} if named else {}
@@ -111,6 +116,12 @@ def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, b
             assert rollout.token_ids == expected_tokens(prompt, TOKENS)
             assert rollout.logprobs == [-float(token) for token in rollout.token_ids]
             assert rollout.finish_reason == "length"
+            routed = rollout.routed_experts
+            if routed_from is None:
+                assert routed is None
+            else:
+                assert (routed.info, routed.start) == (EXPERTS, routed_from)
+                assert routed.data == expected_rows(prompt + rollout.token_ids, EXPERTS, routed_from)
             spans = rollout.spans
             assert [s.start for s in spans] + [TOKENS] == [0] + [s.end for s in spans]
     assert_nothing_is_left(server)

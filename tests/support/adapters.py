@@ -34,7 +34,11 @@ class AdapterSpec:
 def shapes_of(spec: Spec) -> dict[str, tuple[int, int]]:
     """Return [out_features, in_features] of every linear of the model that an adapter may change."""
     tensors = random_tensors(spec)
-    shapes = {name.removesuffix(".weight"): array.shape for name, array in tensors.items() if array.ndim == 2}
+    shapes = {
+        name.removesuffix(".weight"): array.shape
+        for name, array in tensors.items()
+        if array.ndim == 2 and name.endswith(".weight")
+    }
     shapes["lm_head"] = shapes.pop("model.embed_tokens")
     return shapes
 

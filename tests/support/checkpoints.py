@@ -41,10 +41,17 @@ class Spec:
         return self.model_type == "gemma3_text"
 
     @property
-    def biases(self) -> str:
+    def is_deepseek(self) -> bool:
+        return "kv_lora_rank" in self.extra
+
+    @property
+    def biases(self) -> tuple[str, ...]:
         """Attention projections that have a bias."""
         everywhere = self.extra.get("attention_bias") or self.extra.get("use_bias")
-        return "qkv" if self.model_type in ("qwen2", "glm4_moe") else "qkvo" if everywhere else ""
+        if self.is_deepseek:
+            return ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if everywhere else ()
+        letters = "qkv" if self.model_type in ("qwen2", "glm4_moe") else "qkvo" if everywhere else ""
+        return tuple(f"{letter}_proj" for letter in letters)
 
     @property
     def experts(self) -> int:
@@ -67,7 +74,8 @@ class Spec:
         """The name and shape of the router's bias for the choice, "" without."""
         if self.model_type == "ernie4_5_moe":
             return "moe_statics.e_score_correction_bias", (1, self.experts)
-        return ("gate.e_score_correction_bias", (self.experts,)) if self.model_type == "glm4_moe" else ("", ())
+        named = self.model_type in ("glm4_moe", "deepseek_v3")
+        return ("gate.e_score_correction_bias", (self.experts,)) if named else ("", ())
 
     def mlps(self, layer: int) -> dict[str, int]:
         """The MLPs of a layer, each with its inner size."""
@@ -80,6 +88,33 @@ class Spec:
         )
 
     @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """The linears of the attention of a layer, each with its output and input size."""
+        of, heads, hidden = self.extra, self.heads, self.hidden
+        if not self.is_deepseek:
+            q, kv = heads * self.dim, self.kv_heads * self.dim
+            return {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        latent, plain, rotary, value = (
+            of[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        q, inner = heads * (plain + rotary), of["q_lora_rank"]
+        queries = {"q_proj": (q, hidden)} if inner is None else {"q_a_proj": (inner, hidden), "q_b_proj": (q, inner)}
+        return queries | {
+            "kv_a_proj_with_mqa": (latent + rotary, hidden),
+            "kv_b_proj": (heads * (plain + value), latent),
+            "o_proj": (hidden, heads * value),
+        }
+
+    @property
+    def attention_norms(self) -> dict[str, int]:
+        """The norms inside the attention of a layer, each with its size."""
+        if self.is_deepseek:
+            inner = {} if self.extra["q_lora_rank"] is None else {"q_a_layernorm": self.extra["q_lora_rank"]}
+            return inner | {"kv_a_layernorm": self.extra["kv_lora_rank"]}
+        there = self.model_type in ("qwen3", "qwen3_moe") or self.is_gemma or self.extra.get("use_qk_norm")
+        return {"q_norm": self.dim, "k_norm": self.dim} if there else {}
+
+    @property
     def dim(self) -> int:
         return self.head_dim or self.hidden // self.heads
 
@@ -89,6 +124,8 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
 }
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
@@ -152,6 +189,41 @@ GLM_MOE = {
     "use_qk_norm": True,
     "rope_theta": 1e6,
 }
+DEEPSEEK_ROPE = {
+    "type": "yarn",
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 16,
+    "original_max_position_embeddings": 64,
+}
+DEEPSEEK = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "rope_scaling": DEEPSEEK_ROPE,
+    "rope_interleave": False,  # that of V2 is interleaved
+    "attention_bias": True,
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "rope_scaling": None,
+    "attention_bias": False,
+}
 # Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -204,6 +276,8 @@ SPECS = {
         Spec("qwen3_moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, shards=3, extra=QWEN_MOE, seed=15),
         Spec("ernie_moe", "Ernie4_5_MoeForCausalLM", layers=3, shards=2, extra=ERNIE_MOE, seed=16),
         Spec("glm_moe", "Glm4MoeForCausalLM", layers=3, head_dim=24, shards=2, extra=GLM_MOE, seed=18),
+        Spec("deepseek", "DeepseekV3ForCausalLM", layers=3, kv_heads=4, shards=2, extra=DEEPSEEK, seed=18),
+        Spec("deepseek_v2", "DeepseekV2ForCausalLM", tied=True, kv_heads=4, extra=DEEPSEEK_V2, seed=20),
         Spec("gpt_oss", "GptOssForCausalLM", hidden=80, inner=48, layers=3, head_dim=16, extra=GPT_OSS, seed=16),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
@@ -259,22 +333,23 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
     def norm(size: int, mean: float = 1.0) -> np.ndarray:  # Gemma multiplies with 1 + weight
         return normal(size, scale=0.3, mean=mean - spec.is_gemma)
 
-    hidden, q, kv = spec.hidden, spec.heads * spec.dim, spec.kv_heads * spec.dim
+    hidden = spec.hidden
     # Gemma multiplies the embedding with sqrt(hidden); its last norm makes up for the small values of a tied embedding.
     tensors = {"model.embed_tokens.weight": normal(spec.vocab, hidden, scale=0.04 if spec.is_gemma else 0.2)}
     for layer in range(spec.layers):
         p = f"model.layers.{layer}."
         tensors[p + "input_layernorm.weight"] = norm(hidden)
-        for name, size in (("q", q), ("k", kv), ("v", kv)):
-            tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
+        *inner, last = spec.attention.items()
+        for name, (rows, columns) in inner:
+            tensors[f"{p}self_attn.{name}.weight"] = normal(rows, columns, scale=columns**-0.5)
             if name in spec.biases:
-                tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.model_type in ("qwen3", "qwen3_moe") or spec.is_gemma or spec.extra.get("use_qk_norm"):
-            for name in "qk":
-                tensors[p + f"self_attn.{name}_norm.weight"] = norm(spec.dim)
-        tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
-        if "o" in spec.biases:
-            tensors[p + "self_attn.o_proj.bias"] = normal(hidden, scale=0.3)
+                tensors[f"{p}self_attn.{name}.bias"] = normal(rows, scale=0.3)
+        for name, size in spec.attention_norms.items():
+            tensors[f"{p}self_attn.{name}.weight"] = norm(size)
+        name, (rows, columns) = last
+        tensors[f"{p}self_attn.{name}.weight"] = normal(rows, columns, scale=2 * columns**-0.5)
+        if name in spec.biases:
+            tensors[f"{p}self_attn.{name}.bias"] = normal(rows, scale=0.3)
         tensors[p + "post_attention_layernorm.weight"] = norm(hidden)
         for name in ("pre", "post") if spec.is_gemma else ():
             tensors[p + f"{name}_feedforward_layernorm.weight"] = norm(hidden)

@@ -29,7 +29,7 @@ def paddle_tensors(spec: Spec, tensors: Tensors, fused: str = "", fastdeploy_nam
     v) or "paddleformers" (of each key-value head its q, its k, its v). fastdeploy_names: those of FastDeploy's own
     models, which stack the experts of a layer."""
     out: Tensors = {}
-    kept: tuple[str, ...] = ("e_score_correction_bias",)
+    kept: tuple[str, ...] = ("e_score_correction_bias", "experts.gate_up_proj", "experts.down_proj", "_proj_bias")
     if fused == "paddleformers":
         kept += ("lm_head.weight", *(["mlp.gate.weight"] if spec.model_type == "glm4_moe" else []))
     for name, array in tensors.items():

@@ -26,8 +26,11 @@ LONGEST = 96
 class SteppedRunner(ModelRunner):
     """A real runner for a ``Harness``. in_step: called once, behind the first layer of the next step."""
 
-    def __init__(self, folder: Path, num_blocks: int = BLOCKS):
-        super().__init__(str(folder), num_blocks=num_blocks, max_model_len=LONGEST, standby_weights="off")
+    def __init__(self, folder: Path, num_blocks: int = BLOCKS, routed_experts: bool = False):
+        super().__init__(
+            str(folder), num_blocks=num_blocks, max_model_len=LONGEST, standby_weights="off",
+            enable_return_routed_experts=routed_experts,
+        )  # fmt: skip
         self.may_stage = threading.Event()
         self.may_stage.set()
         self.in_step: Callable[[], object] = nothing
@@ -62,6 +65,7 @@ class Outcome(NamedTuple):
     spans: list[Span]
     reason: str | None
     stop_reason: int | str | None
+    rows: bytes
 
 
 class Recorder:
@@ -102,7 +106,7 @@ def outcome(h: Harness, request_id: str, choice: int) -> Outcome:
         lp for one in outputs if (one.request_id, one.choice) == (request_id, choice) for lp in one.prompt_logprobs
     ]
     stop_reason = stream.finals[0].stop_reason if stream.finals else None
-    return Outcome(stream.tokens, stream.logprobs, of_prompt, spans, stream.reason, stop_reason)
+    return Outcome(stream.tokens, stream.logprobs, of_prompt, spans, stream.reason, stop_reason, stream.routed)
 
 
 def replay(h: Harness, add: AddRequest, choice: int, history: list[Happened], num_tokens: int) -> Outcome:

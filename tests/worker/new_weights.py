@@ -11,6 +11,7 @@ from support.checkpoints import SPECS, Spec, bfloat16_bits, random_tensors
 
 SPEC = replace(SPECS["qwen2"], shards=1)
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+KV_B = "model.layers.1.self_attn.kv_b_proj.weight"  # of DeepSeek
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 Tensors = dict[str, np.ndarray]
 

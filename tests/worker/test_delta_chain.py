@@ -141,6 +141,7 @@ CHAINS = [
     ("qwen3", "bfloat16", "cpu avx2"),
     ("gpt_oss", "bfloat16", "cpu"),
     ("qwen2", "bfloat16", "reference"),
+    ("deepseek", "bfloat16", "cpu"),
 ]
 
 

@@ -24,10 +24,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "free_memory", lambda: MACHINE - 4 * GIB)
 
 
+SETTINGS = {"block_size": 16, "num_blocks": None, "kv_cache_bytes": None, "max_model_len": 256,
+            "max_num_seqs": 10**9, "engines_on_host": 1, "memory_share": None}  # fmt: skip
+
+
 def plan(**settings: Any) -> MemoryPlan:
-    given = {"block_size": 16, "num_blocks": None, "kv_cache_bytes": None, "max_model_len": 256,
-             "max_num_seqs": 10**9, "engines_on_host": 1, "memory_share": None}  # fmt: skip
-    return plan_memory(load_config(str(MODEL_DIR)), ReferenceOps("float32"), **(given | settings))
+    return plan_memory(load_config(str(MODEL_DIR)), ReferenceOps("float32"), **(SETTINGS | settings))
 
 
 def model(dtype: str, quantization: str | None = None) -> Model:
@@ -44,6 +46,13 @@ def test_the_kv_cache_has_the_share_without_the_weights():
 def test_the_share_is_bounded_by_what_is_free_and_by_what_all_sequences_need():
     assert plan(memory_share=1.0).kv_bytes <= MACHINE - 5 * GIB
     assert plan(memory_share=0.9, max_num_seqs=4).num_blocks == 4 * 256 // 16
+
+
+def test_the_routing_of_tokens_is_a_part_of_their_blocks(checkpoints):
+    config, ops = load_config(str(checkpoints["qwen3_moe"])), ReferenceOps("float32")
+    without, kept = (plan_memory(config, ops, **SETTINGS, enable_return_routed_experts=flag) for flag in (False, True))
+    assert kept.block_bytes - without.block_bytes == 16 * 2 * 2  # tokens, experts layers, experts of a token
+    assert kept.routing is not None and kept.routing.layers == (0, 2) and without.routing is None
 
 
 def test_engines_of_one_host_share_the_share():

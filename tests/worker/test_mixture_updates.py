@@ -17,7 +17,7 @@ from support.deltas import write_delta
 from support.paddle_checkpoints import stacked, write_paddle_checkpoint
 from support.step_driver import outputs, stage, update
 from support.torch_generation import state_shapes
-from worker.new_weights import Tensors, new_tensors, sha
+from worker.new_weights import Tensors, new_tensors, sha, stored
 
 ERNIE, GLM = (replace(SPECS[name], shards=1) for name in ("ernie_moe", "glm_moe"))
 LAYER = "model.layers.1.mlp."
@@ -149,3 +149,23 @@ def of_transformers(tensors: Tensors) -> Tensors:
         elif ".mlp.experts." not in name or "up_proj" not in name:
             merged[name] = array
     return {name.replace("_proj_weight", "_proj"): array for name, array in stacked(merged).items()}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_bf16"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj_bias", "mlp.experts.gate_up_proj_bias", "mlp.router.bias"],
+        ["mlp.experts.down_proj", "self_attn.sinks"],
+    ],
+    ids=lambda names: names[0],
+)
+def test_tensors_of_all_experts_are_updated_one_by_one(name, names, make_runner, part, fresh):
+    spec = replace(SPECS[name], shards=1)
+    runner, old, new = make_runner(name), random_tensors(spec), new_tensors(spec)
+    before, changed = outputs(runner), [f"model.layers.1.{one}" for one in names]
+    update(runner, *(part({one: stored(new[one], spec)}) for one in changed), partial=True)
+    mixture = old | {one: new[one] for one in changed}
+    assert runner.checksums() == sums({one: stored(array, spec) for one, array in mixture.items()})
+    assert outputs(runner) == fresh(spec, mixture) != before

@@ -32,6 +32,7 @@ FOLDERS = [
     ("ernie_moe", "bfloat16", "paddle", "uint16", False, 1),
     ("ernie_moe", "float32", "paddle", "pdparams", True, 1),
     ("glm_moe", "float32", "paddleformers", "safetensors", False, 1),
+    ("gpt_oss", "bfloat16", "paddle", "uint16", False, 2),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy.core.errors import WeightUpdateRefused
 from support.checkpoints import SPECS, random_tensors, write_safetensors
 from support.step_driver import outputs, update
-from worker.new_weights import EMBEDDING, NORM, SPEC, K, Q, V, new_tensors, stored
+from worker.new_weights import EMBEDDING, KV_B, NORM, SPEC, K, Q, V, new_tensors, stored
 
 PARTIAL = {
     "one part of qkv": [Q],
@@ -31,6 +31,14 @@ def test_a_partial_update_equals_a_start_on_the_mixture(base, names, make_runner
     update(runner, *(part({name: stored(new[name], spec)}) for name in names), partial=True)
     mixture = old | {name: new[name] for name in names}
     assert outputs(runner) == fresh(spec, mixture) != before
+
+
+def test_an_update_of_kv_b_proj_makes_the_absorbed_weights_anew(make_runner, part, fresh):
+    spec = replace(SPECS["deepseek"], shards=1)
+    runner, new = make_runner("deepseek"), new_tensors(spec)
+    before = outputs(runner)
+    update(runner, part({KV_B: new[KV_B]}), partial=True)
+    assert outputs(runner) == fresh(spec, random_tensors(spec) | {KV_B: new[KV_B]}) != before
 
 
 def test_a_partial_update_packs_only_what_it_changed(make_runner, part):

@@ -22,6 +22,7 @@
 
 #include "attention/merge.h"
 #include "attention/tasks.h"
+#include "attention/values_of_keys.h"
 #include "kernels.h"
 #include "runtime/memory.h"
 #include "runtime/simd.h"
@@ -30,7 +31,6 @@
 namespace fd {
 namespace FD_ISA {
 
-constexpr int64_t kUnit = 16;  // keys that lie together in the cache
 constexpr int64_t kUnits = kKeyBlock / kUnit;
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
@@ -91,7 +91,7 @@ class Worker {
     float scores[kQueryRows * kKeyBlock];
     Left probabilities[kQueryRows * kKeyBlock];
     float shrink[kQueryRows];
-    Element* last_values;               // [16][Dp]: of a unit that the sequence does not fill
+    Element* values;                    // [units][16][Dp]: of a unit that the sequence does not fill, or made of keys
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
 
@@ -121,7 +121,7 @@ class Worker {
     void next() {
       if (left_ == 0) enter(then_);
       for (int64_t u = 0; u < kUnits && left_ > 0; ++u, --left_) {
-        keys[u] = data_ + *table_ * 2 * block_elements_ + slot_ * padded_;
+        keys[u] = data_ + *table_ * block_elements_ + slot_ * padded_;
         slot_ += kUnit;
         if (slot_ < block_size_) continue;
         slot_ = 0;
@@ -137,13 +137,13 @@ class Worker {
       const Cache& cache = *a.cache;
       block_size_ = cache.block_size;
       padded_ = worker_->padded_;
-      block_elements_ = cache.block_elements;
+      block_elements_ = cache.parts * cache.block_elements;
       table_ = a.tables + span.sequence * a.table_width + span.begin / block_size_;
       slot_ = span.begin % block_size_;
       left_ = (span.end - span.begin + kUnit - 1) / kUnit;
       data_ =
           static_cast<const Element*>(cache.data) + cache.offset(a.layer, 0, 0) + span.kv_head * block_size_ * padded_;
-      std::fill_n(keys, kUnits, data_ + *table_ * 2 * block_elements_ + slot_ * padded_);
+      std::fill_n(keys, kUnits, data_ + *table_ * block_elements_ + slot_ * padded_);
     }
 
     const Worker* worker_;
@@ -155,11 +155,12 @@ class Worker {
 
   static Workspace& workspace(int64_t padded) {
     const int64_t head = round_up(sizeof(Workspace), 64) / 4, state = state_floats(kQueryRows, padded);
-    const size_t floats = static_cast<size_t>(head + kUnit * padded + 3 * state);
+    const int64_t values = kKeyBlock * padded;
+    const size_t floats = static_cast<size_t>(head + values + 3 * state);
     float* memory = static_cast<float*>(scratch(kScratchTask, floats * 4));
     auto* work = reinterpret_cast<Workspace*>(memory);
-    float* states = memory + head + kUnit * padded;
-    work->last_values = reinterpret_cast<Element*>(memory + head);
+    float* states = memory + head + values;
+    work->values = reinterpret_cast<Element*>(memory + head);
     work->first = state_in(states, kQueryRows);
     work->later = state_in(states + state, kQueryRows);
     work->member = state_in(states + 2 * state, kQueryRows);
@@ -231,7 +232,9 @@ class Worker {
   void attend(const Rows& rows, const Span& then, const SoftmaxState& state) {
     if (rows.span.begin >= rows.visible) return;
     const Cache& cache = *a_.cache;
-    const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_, to_values = cache.block_elements;
+    const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_;
+    const bool from_keys = cache.parts == 1;  // the values
+    const int64_t to_values = from_keys ? 0 : cache.block_elements;
     // All rows see the keys from all_from on that are before all_see.
     const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
     int64_t all_from = 0;
@@ -247,11 +250,15 @@ class Worker {
         for (int64_t u = 0; u < block.units; ++u) {
           block.keys[u] = here.keys[u] + h * head_size;
           block.values[u] = block.keys[u] + to_values;
+          if (!from_keys) continue;
+          Element* values = work_.values + u * kUnit * padded_;
+          values_of_keys(block.keys[u], padded_, values);
+          block.values[u] = values;
         }
-        if (count % kUnit != 0) {
+        if (!from_keys && count % kUnit != 0) {
           const Element*& last = block.values[block.units - 1];
-          copy_values(last, padded_, count % kUnit, work_.last_values);
-          last = work_.last_values;
+          copy_values(last, padded_, count % kUnit, work_.values);
+          last = work_.values;
         }
         for (const Element*& piece : block.ahead) {
           piece = ahead.keys[unit] + (place < heads ? place * head_size : (place - heads) * head_size + to_values);

@@ -11,7 +11,7 @@ namespace fd {
 namespace FD_ISA {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeadDim = 576;
 
 // out[0, D) = rotate(x[0, D)) with the pairs (x[2i], x[2i + 1]) of the first `rotated` values. norm: null, or what x is
 // multiplied with.
@@ -73,7 +73,8 @@ bool is_finite(const Cache& cache, const float* x) {
   return equal(sum, sum) == 0xffff;
 }
 
-// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h).
+// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h). A
+// cache of one part takes no value.
 void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
                 const float* value) {
   const int64_t dim = cache.head_dim, padded = cache.dim_padded;
@@ -82,7 +83,7 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
     float* data = static_cast<float*>(cache.data);
     float* k = data + k_base + unit + slot % 16;
     for (int64_t d = 0; d < dim; ++d) k[d * 16] = key[d];
-    std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
+    if (cache.parts == 2) std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
     return;
   }
   uint16_t* data = static_cast<uint16_t*>(cache.data);
@@ -92,7 +93,7 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
   for (int64_t d = 0; d < dim; d += 16) {  // zeros beyond dim, as there are already
     const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
     store_bf16(rounded + d, load_n(key + d, n));
-    store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
+    if (cache.parts == 2) store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
   }
   for (int64_t d = 0; d < dim; d += 2) std::memcpy(k + d * 16, rounded + d, 4);
 }
@@ -101,7 +102,7 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   const Cache& cache = *a.cache;
   const int64_t dim = cache.head_dim, padded = cache.dim_padded, group = a.heads / cache.kv_heads;
   const int64_t position = a.positions[token];
-  const float* row = a.qkv + token * (a.heads + 2 * cache.kv_heads) * dim;
+  const float* row = a.qkv + token * (a.heads + cache.parts * cache.kv_heads) * dim;
   const int64_t pairs = a.rotated() / 2;
   const float *cos = a.rope_cos + position * pairs, *sin = a.rope_sin + position * pairs;
   alignas(64) float head[kMaxHeadDim];
@@ -121,11 +122,13 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   for (int64_t h = 0; h < cache.kv_heads; ++h) {
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
-    const float* value = row + (a.heads + cache.kv_heads + h) * dim;
+    const float* value = cache.parts == 2 ? row + (a.heads + cache.kv_heads + h) * dim : head;
     // A key or value that is not finite must change the rows after it, and no row before it. A row before it
-    // multiplies its value by 0. So the value becomes 0. The key becomes NaN, and so do the scores of later rows.
+    // multiplies its value by 0. So the value becomes 0. The key becomes NaN, and so do the scores of later rows. Of a
+    // cache of one part, the key is 0 but for its first number, which is 0 where it is read as a value.
     alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
     if (!is_finite(cache, head) || !is_finite(cache, value)) {
+      std::fill_n(head, dim, 0.0f);
       head[0] = NAN;
       value = kZeros;
     }
@@ -136,7 +139,7 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
 }  // namespace
 
 void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
-  const int64_t work = (a.heads + 2 * a.cache->kv_heads) * a.cache->head_dim;
+  const int64_t work = (a.heads + a.cache->parts * a.cache->kv_heads) * a.cache->head_dim;
   parallel_for(a.tokens, std::max<int64_t>(1, 8192 / work), [&](int64_t begin, int64_t end) {
     int64_t sequence = 0;
     for (int64_t t = begin; t < end; ++t) {

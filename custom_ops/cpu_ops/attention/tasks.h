@@ -11,6 +11,7 @@ namespace fd {
 // Keys are taken in blocks of 64 from position 0 for every query: the softmax of a row is updated in the same order in
 // a decode step and for every cut of a prompt into chunks. Keys behind the position of a row add exact zeros.
 constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kUnit = 16;  // keys that lie together in the cache
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of a kv head.
 constexpr int64_t kQueryRows = 32;
 

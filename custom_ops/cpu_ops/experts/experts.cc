@@ -21,17 +21,6 @@ namespace {
 
 constexpr int64_t kRoutedRows = 8;  // of a piece of work
 
-// The columns of an expert in a weight that packs the same number of columns, a multiple of 16, for each expert.
-Weight expert_of(const Weight& w, int64_t expert, int64_t columns) {
-  const int64_t tile = expert * columns / kColumns;
-  Weight found = w;
-  found.n = columns;
-  found.data = static_cast<char*>(w.data) + tile * w.tile_elements() * (w.bf16 ? 2 : 4);
-  if (w.bias != nullptr) found.bias = w.bias + tile * kColumns;
-  if (w.int8 != nullptr) found.int8 = w.int8 + tile * w.int8_tile_bytes();
-  return found;
-}
-
 // normed = RMSNorm(x), [m, hidden].
 void norm_rows(const float* x, const float* norm, float eps, int64_t m, int64_t hidden, float* normed) {
   parallel_for(m, std::max<int64_t>(1, 16384 / hidden), [&](int64_t begin, int64_t end) {
@@ -107,8 +96,8 @@ void choose(const ExpertsBlock& block, const StepState& step, const float* logit
 // out [rows of the expert, hidden] = the expert of its rows. Runs on one thread or, outside of a job, on all.
 void run_expert(const ExpertsBlock& block, const Chosen& chosen, int64_t expert, const float* normed, float* outputs) {
   const int64_t hidden = block.gate_up->k, first = chosen.begins[expert], rows = chosen.rows_of(expert);
-  const Weight gate_up = expert_of(*block.gate_up, expert, 2 * block.down->k);
-  const Weight down = expert_of(*block.down, expert, hidden);
+  const Weight gate_up = columns_of(*block.gate_up, expert * 2 * block.down->k, 2 * block.down->k);
+  const Weight down = columns_of(*block.down, expert * hidden, hidden);
   float* gathered = floats(kScratchExpertRows, rows * hidden);
   for (int64_t i = 0; i < rows; ++i)
     std::memcpy(gathered + i * hidden, normed + chosen.sorted[first + i] / chosen.top_k * hidden,

@@ -12,6 +12,17 @@ static inline float* floats(ScratchSlot slot, int64_t count) {
   return static_cast<float*>(scratch(slot, static_cast<size_t>(count) * 4));
 }
 
+// Columns [first, first + count) of a weight, both multiples of 16.
+static inline Weight columns_of(const Weight& w, int64_t first, int64_t count) {
+  const int64_t tile = first / kColumns;
+  Weight found = w;
+  found.n = count;
+  found.data = static_cast<char*>(w.data) + tile * w.tile_elements() * (w.bf16 ? 2 : 4);
+  if (w.bias != nullptr) found.bias = w.bias + tile * kColumns;
+  if (w.int8 != nullptr) found.int8 = w.int8 + tile * w.int8_tile_bytes();
+  return found;
+}
+
 // All linears of a block that multiply the same input have int8 values, or none has.
 static inline LinearInput input_of(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
                                    const Weight& w) {

@@ -23,6 +23,7 @@ enum ScratchSlot {
   kScratchInput,
   kScratchInner,
   kScratchQkv,
+  kScratchLatent,
   kScratchAttended,
   kScratchPartial,
   kScratchGateUp,
@@ -42,6 +43,8 @@ enum ScratchSlot {
   kScratchExpertInput,
   kScratchExpertInner,
   kScratchExpertOutput,
+  kScratchHeadRows,
+  kScratchHeadInput,
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);

@@ -33,7 +33,8 @@ def rope_frequencies(rotated: int, theta: float) -> np.ndarray:
 
 
 class Yarn(NamedTuple):
-    """The rotary embedding YaRN, with the names of config.json. attention_factor: of cosines and sines."""
+    """The rotary embedding YaRN, with the names of config.json. attention_factor: of cosines and sines. mscale_all_dim:
+    0 if the config has none."""
 
     factor: float
     beta_fast: float
@@ -41,6 +42,7 @@ class Yarn(NamedTuple):
     original_max_position_embeddings: int
     truncate: bool
     attention_factor: float
+    mscale_all_dim: float = 0.0
 
 
 def read_yarn(raw: dict[str, Any]) -> Yarn:
@@ -48,13 +50,14 @@ def read_yarn(raw: dict[str, Any]) -> Yarn:
     key, settings = rope_settings(raw)
     there = {name: value for name, value in settings.items() if value is not None}
     factor, original = positive(there, "factor", where=key), "original_max_position_embeddings"
-    scales = [positive(there, name, where=key) for name in ("mscale", "mscale_all_dim") if there.get(name)]
+    names = [name for name in ("mscale", "mscale_all_dim") if there.get(name)]
+    scales = {name: positive(there, name, where=key) for name in names}
     if "attention_factor" in there:
         attention_factor = positive(there, "attention_factor", where=key)
     elif len(scales) == 2:
-        attention_factor = _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1])
+        attention_factor = yarn_scale(factor, scales["mscale"]) / yarn_scale(factor, scales["mscale_all_dim"])
     else:
-        attention_factor = _yarn_scale(factor, 1.0)
+        attention_factor = yarn_scale(factor)
     lengths = {original: raw["max_position_embeddings"]} | there | {k: raw[k] for k in (original,) if k in raw}
     yarn = Yarn(
         factor=factor,
@@ -63,6 +66,7 @@ def read_yarn(raw: dict[str, Any]) -> Yarn:
         original_max_position_embeddings=count(lengths, original, where=key),
         truncate=flag({"truncate": True} | there, "truncate", where=key),
         attention_factor=attention_factor,
+        mscale_all_dim=scales.get("mscale_all_dim", 0.0),
     )
     if yarn.beta_fast < yarn.beta_slow:
         found = f"{yarn.beta_fast:g}, less than {yarn.beta_slow:g}"
@@ -70,7 +74,8 @@ def read_yarn(raw: dict[str, Any]) -> Yarn:
     return yarn
 
 
-def _yarn_scale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Return by how much YaRN multiplies queries and keys of a context that is ``factor`` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

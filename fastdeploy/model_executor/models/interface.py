@@ -35,6 +35,12 @@ def norm_weight(config: ModelConfig, value: Value) -> paddle.Tensor:
     return weight + 1.0 if config.norms_add_one else weight
 
 
+def new_kv_cache(ops: Ops, config: ModelConfig, num_blocks: int, block_size: int) -> KVCache:
+    """Allocate the KV cache of a model. Raises MemoryError."""
+    layers, heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    return ops.new_kv_cache(layers, num_blocks, block_size, heads, dim, config.keys_only)
+
+
 @dataclass(frozen=True)
 class ModelWeights:
     """One complete set of weights. Immutable: an update makes a second set, and serving switches to it by reference.

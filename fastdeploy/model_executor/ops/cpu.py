@@ -46,13 +46,14 @@ from fastdeploy.model_executor.ops.cpu_library import (
     lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
+    ATTENTIONS,
     AdapterRows,
     AttentionBatch,
-    AttentionBlock,
     AttentionSpec,
     DecoderLayer,
     DeltaItem,
     KVCache,
+    LatentAttentionBlock,
     LoraPart,
     PackedAdapter,
     PackedLinear,
@@ -133,14 +134,12 @@ class CpuOps:
         return operations
 
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> CpuLinear:
-        k = parts[0].shape[1]
-        source = parts[0].dtype
-        assert source in (np.uint16, np.float32), source
+        k, source = parts[0].shape[1], parts[0].dtype
         weight = CpuLinear(self._lib, self._bf16, sum(p.shape[0] for p in parts), k, bias is not None)
         row = 0
         for index, part in enumerate(parts):
-            assert part.ndim == 2 and part.shape[1] == k and part.dtype == source and part.flags.c_contiguous
-            self._check(self._lib.fd_pack_rows(weight.handle, address(part), source == np.uint16, row, part.shape[0]))
+            assert part.dtype == source
+            weight.pack(part, row)
             if bias is not None:
                 values = np.ascontiguousarray(bias[index], np.float32)
                 assert values.shape == (part.shape[0],)
@@ -179,11 +178,8 @@ class CpuOps:
             weight.quantized = True
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
-        last = weight.out_features if last is None else last
-        assert 0 <= first <= last <= weight.out_features
-        rows = np.empty((last - first, weight.in_features), np.uint16 if self._bf16 else np.float32)
-        self._lib.fd_unpack_rows(handle_of(weight), address(rows), first, last - first)
-        return rows
+        assert isinstance(weight, CpuLinear)
+        return weight.unpack(first, weight.out_features if last is None else last)
 
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
         assert isinstance(weight, CpuLinear)
@@ -282,10 +278,16 @@ class CpuOps:
         return out
 
     def new_kv_cache(
-        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        keys_only: bool = False,
     ) -> CpuKVCache:
-        """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 512."""
-        return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim)
+        """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 576."""
+        return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim, keys_only)
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
         assert isinstance(cache, CpuKVCache)
@@ -312,7 +314,9 @@ class CpuOps:
             or any(known() is not layer for known, layer in zip(found.layers, layers, strict=True))
         ):
             blocks = [(block, i == len(layer.blocks)) for layer in layers for i, block in enumerate(layer.blocks, 1)]
-            limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, AttentionBlock)}
+            limits = {limits_of(cache, block.attention) for block, _ in blocks if isinstance(block, ATTENTIONS)}
+            latent = {isinstance(block, LatentAttentionBlock) for block, _ in blocks if isinstance(block, ATTENTIONS)}
+            assert latent == {cache.keys_only}
             hidden = {block.norm.shape[0] for block, _ in blocks}
             assert len(limits) == len(hidden) == 1
             args, fields = zip(*(block_args(block, ends) for block, ends in blocks), strict=True)
@@ -331,7 +335,8 @@ class CpuOps:
         self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
         tokens, width = qkv.shape
-        assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        parts = 1 if cache.keys_only else 2
+        assert width == (spec.num_heads + parts * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
         args = self._attention_args(cache, batch, spec, tokens)
         self._check(self._lib.fd_attention(*args, data(qkv), out.data_ptr()))

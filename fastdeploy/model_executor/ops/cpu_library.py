@@ -35,7 +35,7 @@ from fastdeploy.model_executor.ops.interface import (
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "avx512_bf16", "amx")
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 SIGNATURES = {
     "fd_sizeof": (c_int64, [c_int64]),
@@ -65,7 +65,7 @@ SIGNATURES = {
     "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
+    "fd_new_cache": (c_void_p, [c_int, *[c_int64] * 6]),
     "fd_free_cache": (None, [c_void_p]),
     "fd_cache_bytes": (c_int64, [c_void_p]),
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
@@ -216,13 +216,37 @@ class CpuLinear:
         self.in_features = in_features
         self.with_bias = with_bias
         self.quantized = False
-        self._library = library
+        self._library, self._bf16 = library, bf16
         _free_with(self, library.fd_free_weight, self.handle)
 
     @property
     def nbytes(self) -> int:
         nbytes: int = self._library.fd_weight_bytes(self.handle)
         return nbytes
+
+    def pack(self, rows: np.ndarray, first: int) -> None:
+        """Pack rows [n, in_features], float32 or bfloat16 as uint16 bits, as rows from ``first`` on."""
+        assert rows.ndim == 2 and rows.shape[1] == self.in_features and rows.flags.c_contiguous
+        assert rows.dtype in (np.uint16, np.float32) and 0 <= first <= first + len(rows) <= self.out_features
+        status = self._library.fd_pack_rows(self.handle, address(rows), rows.dtype == np.uint16, first, len(rows))
+        if status:
+            raise MemoryError(f"no memory to pack {len(rows)} x {self.in_features} values")
+
+    def unpack(self, first: int, last: int) -> np.ndarray:
+        """See ``Ops.unpack_linear``."""
+        assert 0 <= first <= last <= self.out_features
+        rows = np.empty((last - first, self.in_features), np.uint16 if self._bf16 else np.float32)
+        self._library.fd_unpack_rows(self.handle, address(rows), first, last - first)
+        return rows
+
+    def transposed_heads(self, heads: int, rows: int) -> CpuLinear:
+        """See ``PackedLinear.transposed_heads``."""
+        columns, step = self.in_features, self.out_features // heads
+        found = CpuLinear(self._library, self._bf16, heads * columns, rows, False)
+        for head in range(heads):
+            of_head = self.unpack(head * step, head * step + rows)
+            found.pack(np.ascontiguousarray(of_head.T), head * columns)
+        return found
 
 
 class CpuKVCache:
@@ -232,11 +256,20 @@ class CpuKVCache:
     handle: int
 
     def __init__(
-        self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int
+        self,
+        library: ctypes.CDLL,
+        bf16: bool,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: int,
+        dim: int,
+        keys_only: bool,
     ):
         assert block_size % 16 == 0, f"block_size {block_size} is not a multiple of 16"
         assert dim % 2 == 0 and dim <= MAX_HEAD_DIM, f"head_dim {dim} is odd or above {MAX_HEAD_DIM}"
-        self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim)
+        parts = 1 if keys_only else 2
+        self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim, parts)
         if not self.handle:
             raise MemoryError(f"no memory for {num_blocks} KV blocks")
         self.layers = layers
@@ -244,6 +277,7 @@ class CpuKVCache:
         self.block_size = block_size
         self.num_kv_heads = heads
         self.head_dim = dim
+        self.keys_only = keys_only
         self.nbytes = library.fd_cache_bytes(self.handle)
         _free_with(self, library.fd_free_cache, self.handle)
 

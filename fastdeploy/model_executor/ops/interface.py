@@ -42,12 +42,18 @@ class PackedLinear(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def transposed_heads(self, heads: int, rows: int) -> PackedLinear:
+        """Return a new weight of the transposed heads. The weight is [heads * n, K]; that of each head is cut to its
+        first ``rows`` and transposed: [heads * K, rows]. May run at the same time as all ops. Raises MemoryError."""
+
 
 class KVCache(Protocol):
-    """The KV blocks of all layers: num_blocks x block_size slots for keys and values [kv_heads, head_dim]."""
+    """The KV blocks of all layers: num_blocks x block_size slots for keys and values [kv_heads, head_dim]. keys_only:
+    the keys are the values, too, and only they are stored."""
 
     num_blocks: int
     block_size: int
+    keys_only: bool
     nbytes: int
 
 
@@ -247,8 +253,60 @@ class ExpertsBlock:
         return ()
 
 
-Block: TypeAlias = AttentionBlock | MlpBlock | ExpertsBlock
-BLOCKS = (AttentionBlock, MlpBlock, ExpertsBlock)  # layer.cc has the same order
+@dataclass(frozen=True, eq=False)
+class LatentAttentionBlock:
+    """Multi-head latent attention (DeepSeek-V2), with absorbed weights. The cache has one key for all heads, [rotary |
+    latent], and no values (``KVCache.keys_only``): the latent part is the value. With x = rms_norm(residual), R =
+    attention.rotary_dim and L = kv_b.in_features:
+
+      [c | r] = kv_a(x)                                    L and R wide; the key is [rotate(r) | rms_norm(c, kv_norm)]
+      [p | s] of each head = q(rms_norm(q_a(x), q_norm))   P and R wide; q(x) if q_a is None
+      query of a head      = [rotate(s) | p @ K]           K [P, L], V [value, L]: the rows of the head in kv_b
+      output of a head     = latent @ V.T                  latent: the last L numbers of the attention's result
+      residual            += o(outputs of all heads)
+
+    This is attention over keys [rotate(r) | K c] and values V c of each head, without making them. The epsilon of
+    q_norm and kv_norm is attention.norm_eps. absorbed [heads * L, P] packs K.T of each head, by
+    ``kv_b.transposed_heads``. R, L, P and value are multiples of 16. No linear has int8 values but q, kv_a, q_a and
+    o."""
+
+    norm: paddle.Tensor
+    norm_eps: float
+    q: PackedLinear
+    kv_a: PackedLinear
+    kv_norm: paddle.Tensor
+    kv_b: PackedLinear
+    absorbed: PackedLinear
+    attention: AttentionSpec
+    o: PackedLinear
+    q_a: PackedLinear | None = None
+    q_norm: paddle.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        [hidden], spec = self.norm.shape, self.attention
+        heads, latent, plain = spec.num_heads, self.kv_b.in_features, self.absorbed.in_features
+        value, more = divmod(self.kv_b.out_features, heads)
+        value -= plain
+        assert more == latent % 16 == plain % 16 == value % 16 == spec.rotary_dim % 16 == 0 and spec.num_kv_heads == 1
+        assert spec.head_dim == spec.rotary_dim + latent and spec.q_norm is spec.k_norm is None
+        assert (self.kv_a.in_features, self.kv_a.out_features) == (hidden, spec.head_dim)
+        assert self.kv_norm.shape == [latent] and self.absorbed.out_features == heads * latent
+        assert (self.o.in_features, self.o.out_features) == (heads * value, hidden)
+        assert self.q.out_features == heads * (plain + spec.rotary_dim)
+        assert self.q.in_features == (hidden if self.q_a is None else self.q_a.out_features)
+        if self.q_a is not None:
+            assert self.q_a.in_features == hidden and self.q_norm is not None
+            assert self.q_norm.shape == [self.q_a.out_features]
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """See ``AttentionBlock.linears``."""
+        return self.kv_a, *(() if self.q_a is None else (self.q_a,)), self.q, self.o
+
+
+Block: TypeAlias = AttentionBlock | MlpBlock | ExpertsBlock | LatentAttentionBlock
+BLOCKS = (AttentionBlock, MlpBlock, ExpertsBlock, LatentAttentionBlock)  # layer.cc has the same order
+ATTENTIONS = (AttentionBlock, LatentAttentionBlock)
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,7 +527,15 @@ class Ops(Protocol):
         """Return rows token_ids (int32 [T]) of a packed weight as float32 [T, K], so that a tied embedding is in memory
         once."""
 
-    def new_kv_cache(self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    def new_kv_cache(
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        keys_only: bool = False,
+    ) -> KVCache:
         """Allocate a cache for this many layers and blocks. Raises MemoryError."""
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
@@ -480,7 +546,7 @@ class Ops(Protocol):
     ) -> paddle.Tensor:
         """Normalise q and k if the spec has norms, rotate them, write k and v into the cache and attend causally over
         the cache. qkv is q, then k, then v: [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads *
-        head_dim]. For tests and benchmarks."""
+        head_dim]; with a cache of keys only, q, then k. For tests and benchmarks."""
 
     def free_scratch(self) -> None:
         """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be

@@ -14,6 +14,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    ATTENTIONS,
     Activation,
     AdapterRows,
     AttentionBatch,
@@ -23,6 +24,7 @@ from fastdeploy.model_executor.ops.interface import (
     DeltaItem,
     ExpertsBlock,
     KVCache,
+    LatentAttentionBlock,
     LoraPart,
     MlpBlock,
     PackedAdapter,
@@ -36,6 +38,7 @@ from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
     attend,
     contained,
+    head_products,
     linear_in_tiles,
     lora_rows,
     rotate,
@@ -62,12 +65,14 @@ def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ReferenceKVCache:
-    """The KV cache of the reference ops: two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
+    """The KV cache of the reference ops: two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]. With
+    keys_only, ``values`` are the same tensors as ``keys``."""
 
     keys: list[paddle.Tensor]
     values: list[paddle.Tensor]
     num_blocks: int
     block_size: int
+    keys_only: bool
     nbytes: int
 
 
@@ -163,7 +168,7 @@ class ReferenceOps:
         routing: Routing | None = None,
     ) -> paddle.Tensor:
         assert rows is None or routing is None
-        picking = [block for layer in layers for block in layer.blocks if isinstance(block, AttentionBlock)][-1]
+        picking = [block for layer in layers for block in layer.blocks if isinstance(block, ATTENTIONS)][-1]
         assert adapters is None or adapters.rows.shape == (residual.shape[0],)
         known = [] if adapters is None else adapters.adapters
         for i, layer in enumerate(layers):
@@ -172,15 +177,18 @@ class ReferenceOps:
                 if isinstance(block, ExpertsBlock):
                     residual = self._experts_block(residual, block, routing)
                     continue
-                loras = [adapter.layers[i][j] for adapter in known]
-                first = lora_rows(adapters, [pair[0] for pair in loras])
+                of_linears = list(zip(*(adapter.layers[i][j] for adapter in known), strict=True))
+                of_linears = of_linears or [()] * len(block.linears)
+                inner = [lora_rows(adapters, loras) for loras in of_linears[:-1]]
                 if picked is not None and adapters is not None:
                     adapters = adapters._replace(rows=adapters.rows[picked])
-                second = lora_rows(adapters, [pair[1] for pair in loras])
+                last = lora_rows(adapters, of_linears[-1])
                 if isinstance(block, MlpBlock):
-                    residual = self._mlp_block(residual, block, first, second)
+                    residual = self._mlp_block(residual, block, inner[0], last)
+                elif isinstance(block, AttentionBlock):
+                    residual = self._attention_block(residual, block, cache, batch, picked, inner[0], last)
                 else:
-                    residual = self._attention_block(residual, block, cache, batch, picked, first, second)
+                    residual = self._latent_attention_block(residual, block, cache, batch, picked, inner, last)
             if between_layers is not None:
                 between_layers()
         return residual
@@ -198,13 +206,39 @@ class ReferenceOps:
         tokens = residual.shape[0]
         normed = self.rms_norm(residual, block.norm, block.norm_eps)
         qkv = linear_in_tiles(normed, block.qkv, qkv_loras)[:tokens]
-        attended = self.attention(qkv, cache, batch, block.attention)
-        if rows is not None:
-            picked = paddle.to_tensor(rows)
-            residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
+        residual, attended = _picked(rows, residual, self.attention(qkv, cache, batch, block.attention))
         if len(residual) == 0:
             return residual
         return residual + self._output(linear_in_tiles(attended, block.o, o_loras)[: len(residual)], block)
+
+    def _latent_attention_block(
+        self,
+        residual: paddle.Tensor,
+        block: LatentAttentionBlock,
+        cache: KVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray | None,
+        inner_loras: Sequence[LoraRows],
+        o_loras: LoraRows,
+    ) -> paddle.Tensor:
+        tokens, spec, kv_loras = len(residual), block.attention, inner_loras[0]
+        heads, latent, plain = spec.num_heads, block.kv_b.in_features, block.absorbed.in_features
+        value = block.kv_b.out_features // heads - plain
+        x = self.rms_norm(residual, block.norm, block.norm_eps)
+        c, r = paddle.split(linear_in_tiles(x, block.kv_a, kv_loras)[:tokens], [latent, spec.rotary_dim], axis=1)
+        key = paddle.concat([r, self.rms_norm(c, block.kv_norm, spec.norm_eps)], axis=1)
+        if block.q_a is not None and block.q_norm is not None:
+            x = self.rms_norm(linear_in_tiles(x, block.q_a, inner_loras[1])[:tokens], block.q_norm, spec.norm_eps)
+        q = linear_in_tiles(x, block.q, inner_loras[-1])[:tokens].reshape([tokens, heads, plain + spec.rotary_dim])
+        p, s = paddle.split(q, [plain, spec.rotary_dim], axis=2)
+        query = paddle.concat([s, head_products(p, block.absorbed, 0, latent)], axis=2)
+        qk = paddle.concat([query.reshape([tokens, heads * spec.head_dim]), key], axis=1)
+        residual, attended = _picked(rows, residual, self.attention(qk, cache, batch, spec))
+        if len(residual) == 0:
+            return residual
+        latents = attended.reshape([len(residual), heads, spec.head_dim])[:, :, spec.rotary_dim :]
+        values = head_products(latents, block.kv_b, plain, value).reshape([len(residual), heads * value])
+        return residual + linear_in_tiles(values, block.o, o_loras)[: len(residual)]
 
     def _mlp_block(
         self, residual: paddle.Tensor, block: MlpBlock, inner_loras: LoraRows, down_loras: LoraRows
@@ -250,11 +284,18 @@ class ReferenceOps:
         return x / paddle.to_tensor(norm) * weight
 
     def new_kv_cache(
-        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        keys_only: bool = False,
     ) -> ReferenceKVCache:
-        shape = [num_blocks * block_size, num_kv_heads, head_dim]
-        keys, values = ([paddle.zeros(shape, "float32") for _ in range(layers)] for _ in range(2))
-        return ReferenceKVCache(keys, values, num_blocks, block_size, 2 * layers * 4 * int(np.prod(shape)))
+        shape, parts = [num_blocks * block_size, num_kv_heads, head_dim], 1 if keys_only else 2
+        tensors = [[paddle.zeros(shape, "float32") for _ in range(layers)] for _ in range(parts)]
+        nbytes = parts * layers * 4 * int(np.prod(shape))
+        return ReferenceKVCache(tensors[0], tensors[-1], num_blocks, block_size, keys_only, nbytes)
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
         assert isinstance(cache, ReferenceKVCache)
@@ -263,7 +304,7 @@ class ReferenceOps:
         for source, target in zip(sources, targets, strict=True):
             old = paddle.to_tensor(source * cache.block_size + within)
             new = paddle.to_tensor(target * cache.block_size + within)
-            for layer in (*cache.keys, *cache.values):
+            for layer in cache.keys if cache.keys_only else (*cache.keys, *cache.values):
                 paddle.scatter_(layer, new, paddle.index_select(layer, old))
 
     def attention(
@@ -271,9 +312,11 @@ class ReferenceOps:
     ) -> paddle.Tensor:
         assert isinstance(cache, ReferenceKVCache)
         tokens, dim = qkv.shape[0], spec.head_dim
-        q, k, v = paddle.split(
-            qkv.reshape([tokens, -1, dim]), [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], axis=1
-        )
+        of_heads, heads = qkv.reshape([tokens, -1, dim]), [spec.num_heads, spec.num_kv_heads]
+        if cache.keys_only:
+            q, k = paddle.split(of_heads, heads, axis=1)
+        else:
+            q, k, v = paddle.split(of_heads, [*heads, spec.num_kv_heads], axis=1)
         if spec.q_norm is not None:
             q = self.rms_norm(q, spec.q_norm, spec.norm_eps)
         if spec.k_norm is not None:
@@ -282,6 +325,8 @@ class ReferenceOps:
         cos = paddle.index_select(spec.rope_cos, positions).unsqueeze(1)
         sin = paddle.index_select(spec.rope_sin, positions).unsqueeze(1)
         q, k = (rotate(one, cos, sin, bool(spec.interleaved)) for one in (q, k))
+        if cache.keys_only:
+            v = k
         sequence = np.repeat(np.arange(len(batch.starts)), np.diff(batch.cu_tokens))
         slots = paddle.to_tensor(
             slots_of(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0]
@@ -289,7 +334,8 @@ class ReferenceOps:
         keys, values = cache.keys[spec.layer], cache.values[spec.layer]
         k, v = contained(self._rounded_tensor(k), self._rounded_tensor(v))
         paddle.scatter_(keys, slots, k)
-        paddle.scatter_(values, slots, v)
+        if not cache.keys_only:
+            paddle.scatter_(values, slots, v)
         return attend(q, keys, values, batch, cache.block_size, spec)
 
     def free_scratch(self) -> None:
@@ -340,6 +386,13 @@ class ReferenceOps:
 
     def _rounded_tensor(self, x: paddle.Tensor) -> paddle.Tensor:
         return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
+
+
+def _picked(rows: np.ndarray | None, *tensors: paddle.Tensor) -> list[paddle.Tensor]:
+    """Return these rows of the tensors, or all of them."""
+    if rows is None:
+        return list(tensors)
+    return [paddle.index_select(tensor, paddle.to_tensor(rows)) for tensor in tensors]
 
 
 def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> tuple[int, tuple[float, int]]:

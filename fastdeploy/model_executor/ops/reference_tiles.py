@@ -71,6 +71,16 @@ def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
 
 
+def head_products(x: paddle.Tensor, weight: PackedLinear, first: int, rows: int) -> paddle.Tensor:
+    """Return x @ W_h.T of each head h: x [M, heads, K] -> [M, heads, rows]. The weight has as many rows for each head;
+    W_h are ``rows`` of these, from the first-th on."""
+    assert isinstance(weight, ReferenceLinear)
+    count, heads, _ = x.shape
+    of_heads = weight.weight.reshape([heads, -1, weight.in_features])[:, first : first + rows]
+    found = [_product_in_tiles(x[:, head].contiguous(), of_heads[head])[:count] for head in range(heads)]
+    return paddle.stack(found, axis=1)
+
+
 def gated(gate: paddle.Tensor, up: paddle.Tensor, activation: Activation) -> paddle.Tensor:
     """Return the activation of gate and up, both of one shape."""
     if activation is Activation.SWIGLU_CLAMPED:
@@ -152,7 +162,7 @@ def attend(
         v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
         # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
         written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
-        v = paddle.where(written, v, nothing)
+        v = paddle.where(written & ~paddle.isnan(v), v, nothing)  # NaN: of a key that is the value, too
         seen = (key_positions[:, None, :] <= positions[:, :, None]) & (key_positions[:, None, :] >= begins[:, :, None])
         mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
         scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)

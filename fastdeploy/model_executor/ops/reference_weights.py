@@ -39,6 +39,12 @@ class ReferenceLinear:
     int8: paddle.Tensor | None = None
     quantized: bool = False
 
+    def transposed_heads(self, heads: int, rows: int) -> ReferenceLinear:
+        """See ``PackedLinear.transposed_heads``."""
+        of_heads = self.weight.reshape([heads, -1, self.in_features])[:, :rows].transpose([0, 2, 1])
+        weight = of_heads.reshape([heads * self.in_features, rows])
+        return ReferenceLinear(weight, None, heads * self.in_features, rows, 4 * weight.size)
+
 
 class ReferencePart(NamedTuple):
     """The adapter of the projection that begins at output ``first``: a [r, in_features], b [n, r]."""

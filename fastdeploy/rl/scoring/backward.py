@@ -17,7 +17,7 @@ import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.parameters import Value
-from fastdeploy.rl.scoring.decoder import Decoder
+from fastdeploy.rl.scoring.decoder import NO_EXPERT, Decoder
 from fastdeploy.rl.scoring.distribution import Distribution
 from fastdeploy.rl.scoring.leaves import gradients_of, leaf_of
 from fastdeploy.rl.scoring.samples import Sample
@@ -57,10 +57,10 @@ class Backward:
         """Add the gradients of one micro-batch to those that the leaves have collected. The logits are computed in
         slices, since those of a large vocabulary take more memory than the rest."""
         weights = self._model.assemble(leaves)
-        ids, rows, targets = padded(batch)
+        ids, rows, targets, experts = padded(batch)
         places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
         wanted = upstream[places]
-        hidden = self._decoder.hidden(weights, paddle.to_tensor(ids), paddle.to_tensor(rows))
+        hidden = self._decoder.hidden(weights, paddle.to_tensor(ids), paddle.to_tensor(rows), experts)
         scored = hidden.detach()
         scored.stop_gradient = False
         step = max(1, LOGITS // self._model.config.vocab_size)
@@ -89,11 +89,13 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[S
 
 class Padded(NamedTuple):
     """A micro-batch. ids: int64 [B, T], padded with 0. rows: of the flattened ids, those that predict an output token.
-    targets: these output tokens, int64."""
+    targets: these output tokens, int64. experts: of the flattened ids, int64 [B * T, experts layers, top_k], NO_EXPERT
+    for padding; None without a routing."""
 
     ids: np.ndarray
     rows: np.ndarray
     targets: np.ndarray
+    experts: np.ndarray | None
 
 
 def padded(batch: Sequence[Sample]) -> Padded:
@@ -104,7 +106,16 @@ def padded(batch: Sequence[Sample]) -> Padded:
         row[: sample.rows] = sample.ids[:-1]
     rows = [i * length + np.arange(sample.prompt - 1, sample.rows) for i, sample in enumerate(batch)]
     targets = np.concatenate([sample.ids[sample.prompt :] for sample in batch]).astype(np.int64)
-    return Padded(ids, np.concatenate(rows), targets)
+    return Padded(ids, np.concatenate(rows), targets, _padded_experts(batch))
+
+
+def _padded_experts(batch: Sequence[Sample]) -> np.ndarray | None:
+    if batch[0].routing is None:
+        return None
+    experts = np.full((len(batch), *batch[0].routing.shape), NO_EXPERT, np.int64)
+    for rows, sample in zip(experts, batch, strict=True):
+        rows[: sample.rows] = sample.routing
+    return experts.reshape(-1, *experts.shape[2:])
 
 
 @contextmanager

@@ -26,6 +26,12 @@ class Leaf:
     nbytes: int
     quantized: bool = False
 
+    def transposed_heads(self, heads: int, rows: int) -> Leaf:
+        """See ``PackedLinear.transposed_heads``."""
+        of_heads = self.weight.reshape([heads, -1, self.in_features])[:, :rows].transpose([0, 2, 1])
+        weight = of_heads.reshape([heads * self.in_features, rows])
+        return Leaf(weight, None, heads * self.in_features, rows, 4 * weight.size)
+
 
 def as_leaf(linear: PackedLinear) -> Leaf:
     """Return a linear of a block that was assembled of leaves."""
@@ -37,8 +43,10 @@ def leaf_of(parameter: Parameter, tensors: Mapping[str, paddle.Tensor]) -> Value
     """Stack the tensors of a parameter, by name and in any dtype, into a leaf, or a vector, that collects gradients."""
     if parameter.is_vector:
         return _stacked([tensors[parameter.weights[0]].flatten()])
+    if parameter.experts:
+        tensors = {name: parameter.rows_of_experts(tensors[name]) for name in parameter.tensors}
     weight = _stacked(tensors[name] for name in parameter.weights)
-    bias = _stacked(tensors[name] for name in parameter.biases) if parameter.biases else None
+    bias = _stacked(tensors[name].flatten() for name in parameter.biases) if parameter.biases else None
     out_features, in_features = weight.shape
     return Leaf(weight, bias, out_features, in_features, 4 * out_features * in_features)
 
@@ -51,7 +59,8 @@ def _stacked(tensors: Iterable[paddle.Tensor]) -> paddle.Tensor:
 
 
 def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]:
-    """Return the collected gradient of each tensor of a parameter, by name. The value must have one."""
+    """Return the collected gradient of each tensor of a parameter, by name: zeros if no result depends on it, as on the
+    bias of a router."""
     if isinstance(value, paddle.Tensor):
         [(name, shape)] = parameter.shapes.items()
         return {name: _gradient(value).reshape(shape)}
@@ -59,9 +68,10 @@ def gradients_of(parameter: Parameter, value: Value) -> dict[str, paddle.Tensor]
     found = dict(zip(parameter.weights, paddle.split(_gradient(leaf.weight), rows), strict=True))
     if leaf.bias is not None:
         found |= zip(parameter.biases, paddle.split(_gradient(leaf.bias), rows), strict=True)
+    if parameter.experts:
+        return {name: parameter.tensor_of_experts(one).reshape(parameter.shapes[name]) for name, one in found.items()}
     return found
 
 
 def _gradient(tensor: paddle.Tensor) -> paddle.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
+    return paddle.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -8,17 +8,22 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.experts import ExpertsInfo
 
 Ids: TypeAlias = "Sequence[int] | np.ndarray"
+RoutedRows: TypeAlias = "Sequence[Sequence[Sequence[int]]] | np.ndarray | None"
 
 
 class Sample(NamedTuple):
     """A prompt and the tokens that follow it. ids: both, int32. prompt: length of the prompt. first: number of output
-    tokens of the samples before this one, so ``first`` is the index of the first output token in the result."""
+    tokens of the samples before this one, so ``first`` is the index of the first output token in the result. routing:
+    the experts that compute each row, uint16 [rows, experts layers, top_k], best first; None = those that the model
+    chooses."""
 
     ids: np.ndarray
     prompt: int
     first: int
+    routing: np.ndarray | None = None
 
     @property
     def output(self) -> int:
@@ -51,6 +56,43 @@ def checked_samples(sequences: Iterable[tuple[Ids, Ids]], vocab_size: int, max_l
     if not samples:
         raise InvalidField("sequences", "expected at least one sequence")
     return samples
+
+
+def with_routing(
+    samples: Sequence[Sample], routed_experts: Iterable[RoutedRows], info: ExpertsInfo | None
+) -> list[Sample]:
+    """Return the samples with the routing that is given for each of them. info: of the model, None for a dense one.
+    Raises InvalidField, which names the entry, for one of another shape, and for ids that no router can choose."""
+    if info is None:
+        raise InvalidField("routed_experts", "the model has no experts")
+    given = list(routed_experts)
+    if len(given) != len(samples):
+        raise InvalidField(
+            "routed_experts", f"expected an entry for each of {len(samples)} sequences, got {len(given)}"
+        )
+    return [
+        sample
+        if rows is None
+        else sample._replace(routing=_checked_routing(rows, f"routed_experts[{i}]", sample, info))
+        for i, (sample, rows) in enumerate(zip(samples, given, strict=True))
+    ]
+
+
+def _checked_routing(rows: RoutedRows, field: str, sample: Sample, info: ExpertsInfo) -> np.ndarray:
+    wanted = sample.rows, len(info.layers), info.top_k
+    try:
+        array = np.asarray(rows)
+    except ValueError:  # lists of different lengths
+        array = np.zeros(0)
+    if array.dtype.kind not in "iu" or array.shape != wanted:
+        of = "tokens - 1, experts layers, experts per token"
+        raise InvalidField(field, f"expected integers of shape {wanted} ({of}), got {array.dtype} of {array.shape}")
+    if array.min() < 0 or array.max() >= info.num_experts:
+        wrong = array[(array < 0) | (array >= info.num_experts)][0]
+        raise InvalidField(field, f"expected experts from 0 to {info.num_experts - 1}, got {wrong}")
+    if (np.diff(np.sort(array)) == 0).any():
+        raise InvalidField(field, f"expected {info.top_k} different experts for each token and layer")
+    return array.astype(np.uint16)
 
 
 def _checked_ids(ids: Ids, field: str, vocab_size: int) -> np.ndarray:

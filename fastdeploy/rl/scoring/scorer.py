@@ -2,42 +2,36 @@
 
 Rounding and packing are those of a weight update: ``Ops.stage`` reads float32 bytes, rounds them to the serving dtype
 and writes them to their place in the packed weights (worker/staged_values.py).
-
-The log probabilities are computed by the engine's own model and ops. The bits of a row do not depend on the other rows
-of a batch, nor on how a sequence was cut into chunks (interface.Ops). So many samples are computed at once, and samples
-with the same prompt share the KV of its whole blocks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
-from fastdeploy.core.errors import InvalidField, NonFiniteLogits
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.serving_dtype import widen
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models.experts import experts_of_config
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, StageItem
-from fastdeploy.model_executor.ops.vocabulary import LogprobBatch
+from fastdeploy.model_executor.ops.interface import StageItem
 from fastdeploy.model_executor.safetensors_source import open_source, refuse_tensor
 from fastdeploy.rl.scoring.backward import Backward
 from fastdeploy.rl.scoring.distribution import Distribution, SamplingMasks, checked_masks
-from fastdeploy.rl.scoring.samples import Ids, Sample, checked_samples
+from fastdeploy.rl.scoring.engine_forward import EngineForward
+from fastdeploy.rl.scoring.samples import Ids, RoutedRows, Sample, checked_samples, with_routing
 from fastdeploy.worker.part_reading import refusal
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import StandbyCopy
 
 FORWARD_TOKENS = 8192  # of one batch
-BLOCK = 16  # tokens of a KV block
 NEVER_STOPPED = np.zeros(1, np.int32)
-LOGITS = 1 << 22  # logits that are in memory at once
 DTYPES = {"float32": paddle.float32, "bfloat16": paddle.bfloat16}
 
 
@@ -91,136 +85,6 @@ class Packer:
         return Snapshot(rounded, packed)
 
 
-class EngineForward:
-    """The computation of log probabilities. max_tokens: of one batch, unless a single sample is longer."""
-
-    def __init__(self, model: Model, max_tokens: int):
-        self._model, self._max_tokens = model, max_tokens
-        self._cache: KVCache | None = None
-
-    def logprobs(self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution) -> np.ndarray:
-        """Return the log probability of each output token, float32, in the order of the samples. Raises
-        NonFiniteLogits."""
-        return self._found(weights, samples, over, 0)[0]
-
-    def top_logprobs(
-        self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution, top: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids and the log probabilities of the ``top`` best tokens at each output token, best first: int32
-        and float32 [output tokens, top]. Raises NonFiniteLogits."""
-        _, ids, values = self._found(weights, samples, over, top)
-        return ids, values
-
-    def _found(
-        self, weights: ModelWeights, samples: Sequence[Sample], over: Distribution, top: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        count = sum(sample.output for sample in samples)
-        chosen = np.empty(count, np.float32)
-        ids, values = np.empty((count, top), np.int32), np.empty((count, top), np.float32)
-        for logits, targets, places in self._rows(weights, samples):
-            batch = LogprobBatch(targets, top, over.divisors(len(places)))
-            found = self._model.ops.logprobs(over.masked(logits, places, -math.inf), batch)
-            chosen[places], ids[places], values[places] = found.chosen, found.top_ids, found.top_values
-        if np.isnan(chosen).any():
-            of = next(i for i, s in enumerate(samples) if np.isnan(chosen[s.first : s.first + s.output]).any())
-            raise NonFiniteLogits(f"sequences[{of}]: the weights give logits that are not finite")
-        return chosen, ids, values
-
-    def _rows(
-        self, weights: ModelWeights, samples: Sequence[Sample]
-    ) -> Iterator[tuple[paddle.Tensor, np.ndarray, np.ndarray]]:
-        """Yield logits [N, V] with the output tokens that they predict, and the numbers of these: in slices, since
-        those of a large vocabulary take more memory than the rest."""
-        step = max(1, LOGITS // self._model.config.vocab_size)
-        for batch in self._batches(samples):
-            layout = _BatchLayout(batch)
-            hidden = self._model.forward(
-                weights, layout.token_ids, self._cache_for(layout.num_blocks), layout.attention, layout.scored_rows
-            )
-            targets = np.concatenate([sample.ids[sample.prompt :] for sample in batch])
-            places = np.concatenate([np.arange(s.first, s.first + s.output) for s in batch])
-            for at in range(0, len(targets), step):
-                here = slice(at, at + step)
-                yield self._model.logits(weights, hidden[here]), targets[here], places[here]
-
-    def _batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield the samples in batches, those with the same prompt side by side."""
-        groups: dict[bytes, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.ids[: sample.prompt].tobytes(), []).append(sample)
-        batch: list[Sample] = []
-        tokens = 0
-        for sample in (sample for group in groups.values() for sample in group):
-            if batch and tokens + sample.rows > self._max_tokens:
-                yield batch
-                batch, tokens = [], 0
-            batch.append(sample)
-            tokens += sample.rows
-        yield batch
-
-    def _cache_for(self, num_blocks: int) -> KVCache:
-        """Return a KV cache of at least so many blocks, the same one each time if it is large enough."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # frees the old memory first
-            c = self._model.config
-            self._cache = self._model.ops.new_kv_cache(
-                c.num_hidden_layers, num_blocks, BLOCK, c.num_key_value_heads, c.head_dim
-            )
-        return self._cache
-
-
-class _BatchLayout:
-    """The rows and blocks of one batch. A prompt of several samples is a sequence of its own, up to its last whole
-    block that does not hold the last token; each sample continues it. The keys and values of a whole step are written
-    before any row attends to them, so the samples need no later step.
-
-    scored_rows: those that predict an output token, in the order of the samples."""
-
-    def __init__(self, batch: Sequence[Sample]):
-        self._ids: list[np.ndarray] = []
-        self._starts: list[int] = []
-        self._tables: list[list[int]] = []
-        self.num_blocks = 0
-        self._rows = 0
-        scored = []
-        shared: list[int] = []
-        for i, sample in enumerate(batch):
-            if i == 0 or not _same_prompt(sample, batch[i - 1]):
-                alone = i + 1 == len(batch) or not _same_prompt(sample, batch[i + 1])
-                common = 0 if alone else (sample.prompt - 1) // BLOCK * BLOCK
-                shared = self._add(sample.ids[:common], 0, []) if common else []
-            start = len(shared) * BLOCK
-            scored.append(np.arange(sample.prompt - 1, sample.rows) - start + self._rows)
-            self._add(sample.ids[start:-1], start, shared)
-        self.scored_rows = np.concatenate(scored)
-        self.token_ids = np.concatenate(self._ids)
-        self.attention = self._attention()
-
-    def _add(self, ids: np.ndarray, start: int, shared: list[int]) -> list[int]:
-        """Add a sequence that continues the blocks ``shared``. Returns its own blocks."""
-        own = list(range(self.num_blocks, self.num_blocks + -(-len(ids) // BLOCK)))
-        self.num_blocks += len(own)
-        self._rows += len(ids)
-        self._ids.append(ids)
-        self._starts.append(start)
-        self._tables.append(shared + own)
-        return own
-
-    def _attention(self) -> AttentionBatch:
-        lengths = np.array([len(ids) for ids in self._ids], np.int32)
-        starts = np.array(self._starts, np.int32)
-        cu_tokens = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-        tables = np.zeros((len(starts), max(map(len, self._tables))), np.int32)
-        for row, table in zip(tables, self._tables, strict=True):
-            row[: len(table)] = table
-        positions = np.arange(cu_tokens[-1], dtype=np.int32) + (starts - cu_tokens[:-1]).repeat(lengths)
-        return AttentionBatch(cu_tokens, starts, tables, positions)
-
-
-def _same_prompt(one: Sample, other: Sample) -> bool:
-    return np.array_equal(one.ids[: one.prompt], other.ids[: other.prompt])
-
-
 class Scorer:
     """The scorer of samples, with the weights of a checkpoint folder, which a trainer changes.
 
@@ -253,7 +117,8 @@ class Scorer:
         self._model = build_model(config, get_ops(dtype), self._max_len, quantization)
         self.parameters: dict[str, paddle.Tensor] = read_parameters(model_path, self._model)
         self._packer = Packer(self._model)
-        self._forward = EngineForward(self._model, FORWARD_TOKENS)
+        self._experts = experts_of_config(config)
+        self._forward = EngineForward(self._model, FORWARD_TOKENS, self._experts)
         self.refresh()
         self._backward = Backward(self._model, max_tokens)
 
@@ -272,6 +137,7 @@ class Scorer:
         sequences: Iterable[tuple[Ids, Ids]],
         temperature: float = 1.0,
         sampling_masks: SamplingMasks | None = None,
+        routed_experts: Iterable[RoutedRows] | None = None,
     ) -> paddle.Tensor:
         """Return the log probability of each output token, float32 [total output tokens], in the order of
         ``sequences``. These are (prompt_ids, output_ids) pairs.
@@ -285,11 +151,21 @@ class Scorer:
         the server returned them with ``return_sampling_mask``; none = any. The values are then normalised over these
         ids, and equal those of logprobs_mode processed at this temperature, without penalties.
 
+        routed_experts: for each sequence the experts that compute its tokens, as the server returned them: the ids of
+        the chosen experts of each token but the last, best first, integers [tokens - 1, experts layers, experts per
+        token]; None = the model chooses, by the rounded weights. The choice has no gradient, the weights of the chosen
+        experts have.
+
         Raises InvalidField for input that the model cannot score, NonFiniteLogits for weights that give NaN."""
         samples = self._checked(sequences, temperature)
+        if routed_experts is not None:
+            samples = with_routing(samples, routed_experts, self._experts)
         masks = checked_masks(sampling_masks, samples, self._model.config.vocab_size)
         over = Distribution(float(temperature), masks)
-        call = _Call(self._forward, self._backward, self._snapshot, samples, over, list(self.parameters))
+        differentiable = paddle.is_grad_enabled()
+        call = _Call(
+            self._forward, self._backward, self._snapshot, samples, over, list(self.parameters), differentiable
+        )
         return _Logprobs.apply(call, *self.parameters.values())
 
     def top_logprobs(
@@ -312,7 +188,8 @@ class Scorer:
 
 
 class _Call(NamedTuple):
-    """One call of ``Scorer.logprobs``. names: of the parameters, in the order in which they are passed."""
+    """One call of ``Scorer.logprobs``. names: of the parameters, in the order in which they are passed. differentiable:
+    a backward pass may follow."""
 
     forward: EngineForward
     backward: Backward
@@ -320,6 +197,7 @@ class _Call(NamedTuple):
     samples: Sequence[Sample]
     over: Distribution
     names: Sequence[str]
+    differentiable: bool
 
 
 class _Logprobs(paddle.autograd.PyLayer):
@@ -328,8 +206,9 @@ class _Logprobs(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Any, call: _Call, *parameters: paddle.Tensor) -> paddle.Tensor:
         """Return the log probabilities."""
-        ctx.call, ctx.frozen = call, [parameter.stop_gradient for parameter in parameters]
-        return paddle.to_tensor(call.forward.logprobs(call.snapshot.packed, call.samples, call.over))
+        found, samples = call.forward.logprobs(call.snapshot.packed, call.samples, call.over, call.differentiable)
+        ctx.call, ctx.frozen = call._replace(samples=samples), [one.stop_gradient for one in parameters]
+        return paddle.to_tensor(found)
 
     @staticmethod
     def backward(ctx: Any, *upstreams: paddle.Tensor) -> Any:

@@ -89,6 +89,11 @@ def test_a_refused_flag_ends_the_command_with_one_line_and_its_harmless_values_c
         ("--scheduler-max-size -1", {}),
         ('--speculative-config {"method":"ngram"}', {"enable_speculative_decoding": True}),
         ('--speculative-config {"method":null}', {"enable_speculative_decoding": False}),
+        ('--routing-replay-config {"enable_routing_replay":true,"routing_store_type":"response"}',
+         {"enable_return_routed_experts": True}),
+        ('--routing-replay-config {"enable_routing_replay":false,"routing_store_type":"local"}', {}),
+        ("--routing-replay-config {}", {}),
+        ("--routing-replay-config null", {}),
         ("--quantization wint8", {"quantization": "int8"}),
         ('--quantization {"quantization":"wint8"}', {"quantization": "int8"}),
         ("--logprobs-mode processed_logprobs", {"logprobs_mode": "processed"}),
@@ -98,7 +103,7 @@ def test_a_refused_flag_ends_the_command_with_one_line_and_its_harmless_values_c
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--metrics-port 0", {"metrics_port": 0}),
     ],
-)
+)  # fmt: skip
 def test_a_flag_that_differs_means_what_the_table_says(flags, settings):
     engine, serve = configs(parse(*flags.split()))
     found = msgspec.structs.asdict(engine) | msgspec.structs.asdict(serve)
@@ -112,6 +117,12 @@ def test_a_flag_that_differs_means_what_the_table_says(flags, settings):
         ("--max-concurrency many", "argument --max-concurrency: expected a whole number, got 'many'"),
         ('--speculative-config {"method":"mtp"}', "argument --speculative-config: there is no draft model"),
         ("--speculative-config mtp", "argument --speculative-config: expected a JSON object"),
+        (
+            '--routing-replay-config {"enable_routing_replay":true}',
+            "routing_store_type 'local' is not here; use response",
+        ),
+        ('--routing-replay-config {"enable_routing_replay":true,"routing_store_type":"rdma"}', "'rdma' is not here"),
+        ("--routing-replay-config yes", "argument --routing-replay-config: expected a JSON object"),
         ("--quantization wint4", "argument --quantization: wint4 is refused here"),
         ('--quantization {"quantization":"mix_quant"}', "argument --quantization: mix_quant is refused here"),
         ("--logprobs-mode raw_logits", "argument --logprobs-mode: raw_logits is refused here"),

@@ -89,7 +89,7 @@ def spoil(kv_cache, shape, blocks: list[int]) -> None:
             paddle.scatter_(layer, slots, paddle.full([len(slots), *layer.shape[1:]], np.nan))
         return
     assert isinstance(kv_cache, CpuKVCache)
-    data = c_int64.from_address(kv_cache.handle + 9 * 8).value  # the last field of Cache in kernels.h
+    data = c_int64.from_address(kv_cache.handle + 10 * 8).value  # the last field of Cache in kernels.h
     nbytes = kv_cache.nbytes // kv_cache.num_blocks
     for block in blocks:
         memset(data + block * nbytes, 0xFF, nbytes)

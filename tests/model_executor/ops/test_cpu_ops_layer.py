@@ -7,6 +7,7 @@ import paddle
 import pytest
 
 from fastdeploy.model_executor.models import build_model, parse_config
+from fastdeploy.model_executor.models.interface import new_kv_cache
 from fastdeploy.model_executor.ops import cpu
 from fastdeploy.model_executor.ops.interface import DecoderLayer
 from model_executor.ops.test_cpu_ops_expert_tensors import rows_of
@@ -52,13 +53,13 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
             vector = parameter.is_vector
             if parameter.experts:
                 weights = [rows_of(weights[0], parameter.interleaved)]
-                biases = [parameter.linear_order(biases[0].reshape(-1))]
+                biases = [parameter.rows_of_experts(biases[0]).reshape(-1)]
             values[parameter.key] = (
                 paddle.to_tensor(weights[0].reshape(-1))
                 if vector
                 else one.pack_linear(weights, biases if biases else None)
             )
-        cache = one.new_kv_cache(spec.layers, 32, BLOCK, spec.kv_heads, spec.dim)
+        cache = new_kv_cache(one, model.config, 32, BLOCK)
         layers = model.assemble(values).layers
         found.append(one.decoder_layers(paddle.to_tensor(x), layers, cache, batch).numpy())
     scale = np.abs(found[1]).max()

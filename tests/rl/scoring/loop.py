@@ -33,12 +33,14 @@ class RealRunner(ModelRunner):
 
 
 class Rollout:
-    """One sample: its prompt, and the tokens and log probabilities that the engine has returned so far."""
+    """One sample: its prompt, and the tokens, log probabilities and bytes of routed experts that the engine has
+    returned so far."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.routed = b""
 
     @property
     def sample(self) -> tuple[list[int], list[int]]:
@@ -52,7 +54,10 @@ class Loop:
 
     def __init__(self, folder: Path, dtype: str, scratch: Path, num_blocks: int = 14, **settings: Any):
         served_as = {"dtype": "bfloat16", "quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
-        runner = RealRunner(folder, num_blocks=num_blocks, max_model_len=128, **served_as)
+        routed = settings.get("routed_experts", False)
+        runner = RealRunner(
+            folder, num_blocks=num_blocks, max_model_len=128, enable_return_routed_experts=routed, **served_as
+        )
         self.engine = Harness(runner, max_num_seqs=8, max_num_batched_tokens=32)
         self.scorer = Scorer(str(folder), **served_as)
         self._folder, self._scratch = folder, scratch
@@ -76,6 +81,7 @@ class Loop:
             for choice, rollout in enumerate(group):
                 stream = self.engine.stream(name, choice)
                 rollout.tokens, rollout.logprobs = stream.tokens, [one.logprob for one in stream.logprobs]
+                rollout.routed = stream.routed
 
     def finish(self, rollouts: dict[str, list[Rollout]]) -> list[Rollout]:
         """Run the engine until all are finished. Returns them."""
@@ -126,9 +132,15 @@ def bits(values: Any) -> np.ndarray:
     return np.asarray(values, np.float32).view(np.uint32)
 
 
-def assert_no_mismatch(scorer: Scorer, rollouts: list[Rollout], temperature: float = 1.0) -> None:
+def assert_no_mismatch(
+    scorer: Scorer,
+    rollouts: list[Rollout],
+    temperature: float = 1.0,
+    routed_experts: list[np.ndarray | None] | None = None,
+) -> None:
     """Assert that the log probabilities of trainer and engine are equal to the bit."""
-    trainer = scorer.logprobs([one.sample for one in rollouts], temperature).numpy()
+    samples = [one.sample for one in rollouts]
+    trainer = scorer.logprobs(samples, temperature, routed_experts=routed_experts).numpy()
     server = np.array([x for one in rollouts for x in one.logprobs], np.float32)
     assert len(trainer) == len(server) > 0
     unequal = int((bits(trainer) != bits(server)).sum())

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models import load_config
-from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies
 from fastdeploy.model_executor.models.ernie import ErnieConfig
+from fastdeploy.model_executor.models.ernie_moe import ErnieMoeConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
+from fastdeploy.model_executor.models.glm_moe import GlmMoeConfig
+from fastdeploy.model_executor.models.gpt_oss import GptOssConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 from fastdeploy.model_executor.models.mistral import MistralConfig
+from fastdeploy.model_executor.ops.interface import RouterScore
 
 Tensors = dict[str, paddle.Tensor]
 
 
 def plain_logprobs(
-    folder: str, tensors: Tensors, sequences: list[tuple[list[int], list[int]]], temperature: float
+    folder: str,
+    tensors: Tensors,
+    sequences: list[tuple[list[int], list[int]]],
+    temperature: float,
+    windows: list[int | None] | None = None,
+    routing: list[np.ndarray] | None = None,
 ) -> paddle.Tensor:
-    """Return the log probability of each output token. tensors: float32 by checkpoint name."""
+    """Return the log probability of each output token. tensors: float32 by checkpoint name. windows: of each layer, of
+    a config that is not known here. routing: of each sequence, the experts of each token but the last, [tokens - 1,
+    experts layers, top_k]; None: those with the highest scores."""
     config = load_config(folder)
-    frequencies = rope_frequencies(config.head_dim, config.rope_theta)
+    turned_dims = config.rotary_dim if isinstance(config, GlmMoeConfig) else config.head_dim
+    frequencies = rope_frequencies(turned_dims, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
-    neighbours = isinstance(config, ErnieConfig)  # of which the pairs are rotated
+    neighbours = isinstance(config, ErnieConfig | ErnieMoeConfig)  # of which the pairs are rotated
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
-    ropes, windows = [rope_tables(frequencies, 512)] * config.num_hidden_layers, [window] * config.num_hidden_layers
+    ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
+    windows = [window] * config.num_hidden_layers if windows is None else windows
     if gemma is not None:
         local = [kind == "sliding_attention" for kind in gemma.layer_types]
         of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
         ropes, windows = [of_kinds[kind] for kind in local], [gemma.sliding_window if kind else None for kind in local]
+    gpt_oss = config if isinstance(config, GptOssConfig) else None
+    if gpt_oss is not None and gpt_oss.yarn is not None:
+        frequencies = yarn_frequencies(config.head_dim, config.rope_theta, gpt_oss.yarn)
+        ropes = [rope_tables(frequencies, 512, gpt_oss.yarn.attention_factor)] * config.num_hidden_layers
+        windows = [gpt_oss.sliding_window if kind == "sliding_attention" else None for kind in gpt_oss.layer_types]
+    mixture = getattr(config, "mixture", None)
+    sparse = () if mixture is None else mixture.layers
     scale = (config.head_dim if gemma is None else gemma.query_pre_attn_scalar) ** -0.5
 
     def linear(x: paddle.Tensor, name: str) -> paddle.Tensor:
@@ -42,7 +63,9 @@ def plain_logprobs(
         return x / paddle.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
 
     def rotated(x: paddle.Tensor, layer: int) -> paddle.Tensor:
-        half = config.head_dim // 2
+        if turned_dims < x.shape[-1]:
+            return paddle.concat([rotated(x[..., :turned_dims], layer), x[..., turned_dims:]], -1)
+        half = turned_dims // 2
         cos, sin = (t.repeat_interleave(2, 1) if neighbours else paddle.concat([t, t], 1) for t in ropes[layer])
         turned = paddle.concat([-x[..., half:], x[..., :half]], -1)
         if neighbours:
@@ -63,10 +86,44 @@ def plain_logprobs(
         scores = q @ k.transpose([0, 2, 1]) * scale
         visible, seen = paddle.tril(paddle.ones(scores.shape[1:])), windows[layer]
         visible = visible if seen is None else paddle.triu(visible, 1 - seen)
-        weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
+        scores = paddle.where(visible > 0, scores, paddle.full([1], -1e30))
+        if gpt_oss is not None:
+            sinks = tensors[at + "sinks"].reshape([-1, 1, 1]).expand([-1, scores.shape[1], 1])
+            weights = F.softmax(paddle.concat([scores, sinks], -1), -1)[..., :-1]
+        else:
+            weights = F.softmax(scores, -1)
         return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
 
-    def of(prompt: list[int], output: list[int]) -> paddle.Tensor:
+    def mlp(x: paddle.Tensor, at: str) -> paddle.Tensor:
+        gate = linear(x, at + "gate_proj")
+        gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
+        return linear(gate * linear(x, at + "up_proj"), at + "down_proj")
+
+    def expert(x: paddle.Tensor, at: str, i: int) -> paddle.Tensor:
+        if gpt_oss is None:
+            return mlp(x, f"{at}experts.{i}.")
+        y = x @ tensors[at + "experts.gate_up_proj"][i] + tensors[at + "experts.gate_up_proj_bias"][i]
+        gate, up = y[:, ::2].clip(max=7.0), y[:, 1::2].clip(-7.0, 7.0)
+        inner = (up + 1) * gate / (1 + paddle.exp(-1.702 * gate))
+        return inner @ tensors[at + "experts.down_proj"][i] + tensors[at + "experts.down_proj_bias"][i]
+
+    def experts(x: paddle.Tensor, at: str, chosen: np.ndarray | None) -> paddle.Tensor:
+        """Compute all experts of all rows, with the weight 0 for those that are not chosen."""
+        assert mixture is not None
+        logits = linear(x, at + ("gate" if gpt_oss is None else "router"))
+        best = np.argsort(-logits.numpy())[:, : mixture.top_k] if chosen is None else chosen.astype(np.int64)
+        mask = np.zeros(logits.shape, np.float32)
+        np.put_along_axis(mask, best, 1, 1)
+        scores = 1 / (1 + paddle.exp(-logits)) if mixture.score is RouterScore.SIGMOID else paddle.exp(logits)
+        if mixture.score is RouterScore.SOFTMAX:
+            scores = scores / scores.sum(-1, keepdim=True)
+        weights = scores * paddle.to_tensor(mask)
+        if mixture.normalize or mixture.score is RouterScore.SOFTMAX_OF_CHOSEN:
+            weights = weights / weights.sum(-1, keepdim=True)
+        y = sum(weights[:, i : i + 1] * expert(x, at, i) for i in range(mixture.experts)) * mixture.scale
+        return y + mlp(x, at + "shared_experts.") if mixture.shared_inner else y
+
+    def of(prompt: list[int], output: list[int], chosen: np.ndarray | None) -> paddle.Tensor:
         ids = paddle.to_tensor(prompt + output)
         x = tensors["model.embed_tokens.weight"][ids[:-1]] * (1.0 if gemma is None else config.hidden_size**0.5)
         for layer in range(config.num_hidden_layers):
@@ -74,12 +131,14 @@ def plain_logprobs(
             y = attention(norm(x, at + "input_layernorm"), layer)
             x = x + (y if gemma is None else norm(y, at + "post_attention_layernorm"))
             y = norm(x, at + ("post_attention_layernorm" if gemma is None else "pre_feedforward_layernorm"))
-            gate = linear(y, at + "mlp.gate_proj")
-            gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
-            y = linear(gate * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+            if layer in sparse:
+                y = experts(y, at + "mlp.", None if chosen is None else chosen[:, sparse.index(layer)])
+            else:
+                y = mlp(y, at + "mlp.")
             x = x + (y if gemma is None else norm(y, at + "post_feedforward_layernorm"))
         head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         logits = norm(x, "model.norm")[len(prompt) - 1 :] @ head.T / temperature
         return paddle.take_along_axis(F.log_softmax(logits, -1), ids[len(prompt) :].unsqueeze(1), 1)[:, 0]
 
-    return paddle.concat([of(*sequence) for sequence in sequences])
+    each = [None] * len(sequences) if routing is None else routing
+    return paddle.concat([of(*sequence, chosen) for sequence, chosen in zip(sequences, each, strict=True)])

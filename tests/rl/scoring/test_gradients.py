@@ -6,6 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
+from fastdeploy.model_executor.models import load_config
+from fastdeploy.model_executor.models.experts import experts_of_config
 from fastdeploy.rl.scoring import Scorer
 from rl.scoring.plain import plain_logprobs
 from support.checkpoints import SPECS
@@ -30,31 +32,45 @@ def upstream_of(count: int) -> paddle.Tensor:
     return paddle.to_tensor(np.random.default_rng(1).normal(size=count).astype(np.float32))
 
 
+def routing_of(folder: str) -> list[np.ndarray] | None:
+    """Return random experts for each token of ``samples()``; None for a dense model."""
+    info, rng = experts_of_config(load_config(folder)), np.random.default_rng(2)
+    if info is None:
+        return None
+    shapes = [(len(prompt + output) - 1, len(info.layers), info.num_experts) for prompt, output in samples()]
+    return [np.argsort(rng.random(shape))[..., : info.top_k] for shape in shapes]
+
+
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
     """Assert that each gradient differs by at most ``tolerance`` of the largest value of its tensor."""
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
+        if not one.any():
+            assert not found[name].any(), name
+            continue
         error = np.abs(found[name] - one).max() / np.abs(one).max()
-        assert error <= tolerance, f"{name}: {error:g}"
+        few = name.endswith("sinks")  # four numbers, each the sum of all tokens, in which most cancels out
+        assert error <= (4 if few else 1) * tolerance, f"{name}: {error:g}"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_those_of_plain_paddle_at_the_rounded_weights(checkpoints, model, dtype, temperature):
-    scorer = Scorer(str(checkpoints[model]), dtype, max_tokens=200)
-    logprobs = scorer.logprobs(samples(), temperature)
+    scorer, routing = Scorer(str(checkpoints[model]), dtype, max_tokens=200), routing_of(str(checkpoints[model]))
+    logprobs = scorer.logprobs(samples(), temperature, routed_experts=routing)
     upstream = upstream_of(logprobs.shape[0])
     (logprobs * upstream).sum().backward()
     rounded = {name: tensor.astype("float32") for name, tensor in scorer.state().items()}
     for tensor in rounded.values():
         tensor.stop_gradient = False
-    plain = plain_logprobs(str(checkpoints[model]), rounded, samples(), temperature)
+    plain = plain_logprobs(str(checkpoints[model]), rounded, samples(), temperature, routing=routing)
     (plain * upstream).sum().backward()
     error = np.abs(plain.numpy() - logprobs.numpy()).max()
     assert error < (1e-4 if dtype == "float32" else 0.5)
-    found, wanted = ({name: t.grad.numpy() for name, t in of.items()} for of in (scorer.parameters, rounded))
-    assert_close(found, wanted, 1e-5)
+    unused = "e_score_correction_bias"  # only the choice depends on it
+    wanted = {n: np.zeros(t.shape) if unused in n else t.grad.numpy() for n, t in rounded.items()}
+    assert_close({name: t.grad.numpy() for name, t in scorer.parameters.items()}, wanted, 1e-5)
 
 
 @pytest.mark.parametrize(
