@@ -25,8 +25,8 @@ class Sample:
 
     sampled: bool [tokens], those that the model sampled. Others, such as replies of tools, are not learned. logprobs:
     float32 [sampled tokens], as the server returned them. spans: of the sampled tokens, counted without the others.
-    routed_experts: of a Mixture of Experts, the experts that computed each token but the last one, [prompt + tokens - 1,
-    layers, top_k]; None: of another model, or not known.
+    routed_experts: of a Mixture of Experts, the experts that computed each token but the last one, [prompt tokens +
+    tokens - 1, layers with experts, top_k]; None: of another model, or not known.
     """
 
     prompt_ids: Sequence[int]
