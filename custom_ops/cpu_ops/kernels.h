@@ -209,7 +209,7 @@ struct LogprobArgs {
               const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,    \
               int32_t* out, float* cutoff_logits, int32_t* cutoff_ids);                                         \
   void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                        \
-  void probe_read(const void* data, int64_t bytes); /* reads whole pieces of 64 KiB on all threads */             \
+  void probe_read(const void* data, int64_t bytes); /* reads whole pieces of 64 KiB on all threads */           \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)

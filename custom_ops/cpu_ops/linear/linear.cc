@@ -112,8 +112,8 @@ Expansion shrink(const LinearInput& input, const LoraRows& loras) {
   return shrink_all(loras, input.m, [](const auto& work) { work(); }, shrink_run);
 }
 
-// The size of the next of the fewest parts, of at most `most` items each, that divide `count` items evenly. A part of one
-// row would wait for each of its own products: 2 + 2 rows take less time than 3 + 1.
+// The size of the next of the fewest parts, of at most `most` items each, that divide `count` items evenly. A part of
+// one row would wait for each of its own products: 2 + 2 rows take less time than 3 + 1.
 int64_t even_part(int64_t count, int64_t most) {
   const int64_t parts = (count + most - 1) / most;
   return (count + parts - 1) / parts;
