@@ -12,7 +12,8 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.serving_dtype import dtype_of, in_dtype
-from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
+from fastdeploy.model_executor.ops.blocks import PackedLinear
+from fastdeploy.model_executor.ops.interface import Ops
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
 Array = TypeVar("Array", np.ndarray, paddle.Tensor)

@@ -14,7 +14,7 @@ import paddle
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, rope_settings
 from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
-from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
+from fastdeploy.model_executor.ops.blocks import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
 
 

@@ -11,6 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import paddle
 
+from fastdeploy.model_executor.ops.blocks import (
+    ATTENTIONS,
+    AttentionSpec,
+    DecoderLayer,
+    LatentAttentionBlock,
+    PackedLinear,
+)
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Limits,
     adapter_rows,
@@ -46,17 +53,12 @@ from fastdeploy.model_executor.ops.cpu_library import (
     lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
-    ATTENTIONS,
     AdapterRows,
     AttentionBatch,
-    AttentionSpec,
-    DecoderLayer,
     DeltaItem,
     KVCache,
-    LatentAttentionBlock,
     LoraPart,
     PackedAdapter,
-    PackedLinear,
     Routing,
     StageItem,
     StageResult,

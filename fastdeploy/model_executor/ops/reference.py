@@ -13,22 +13,24 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     ATTENTIONS,
     Activation,
-    AdapterRows,
-    AttentionBatch,
     AttentionBlock,
     AttentionSpec,
     DecoderLayer,
-    DeltaItem,
     ExpertsBlock,
-    KVCache,
     LatentAttentionBlock,
-    LoraPart,
     MlpBlock,
-    PackedAdapter,
     PackedLinear,
+)
+from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
+    AttentionBatch,
+    DeltaItem,
+    KVCache,
+    LoraPart,
+    PackedAdapter,
     Routing,
     StageItem,
     StageResult,

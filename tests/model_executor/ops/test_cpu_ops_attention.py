@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec
+from fastdeploy.model_executor.ops.blocks import AttentionSpec
+from fastdeploy.model_executor.ops.interface import AttentionBatch
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 
 MAX_LEN = 4096

@@ -8,14 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import (
-    OWN_CHOICE,
-    DecoderLayer,
-    ExpertsBlock,
-    RouterScore,
-    RouterSpec,
-    Routing,
-)
+from fastdeploy.model_executor.ops.blocks import OWN_CHOICE, DecoderLayer, ExpertsBlock, RouterScore, RouterSpec
+from fastdeploy.model_executor.ops.interface import Routing
 from tests.support.decoder_layers import SHAPES, Layer, make_batch
 
 EXPERTS, HIDDEN, INNER, TOP_K = 12, 64, 48, 3

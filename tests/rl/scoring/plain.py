@@ -16,7 +16,7 @@ from fastdeploy.model_executor.models.glm_moe import GlmMoeConfig
 from fastdeploy.model_executor.models.gpt_oss import GptOssConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 from fastdeploy.model_executor.models.mistral import MistralConfig
-from fastdeploy.model_executor.ops.interface import RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
 
 Tensors = dict[str, paddle.Tensor]
 

@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import RoutedExperts
-from fastdeploy.model_executor.ops.interface import ExpertsBlock, PackedLinear, RouterScore, RouterSpec
+from fastdeploy.model_executor.ops.blocks import ExpertsBlock, PackedLinear, RouterScore, RouterSpec
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.reference_experts import mixture
 from fastdeploy.rl.scoring import Scorer
