@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fastdeploy.client import generation
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -272,6 +273,15 @@ def test_a_server_without_the_flag_takes_what_vllms_callers_always_send(module_s
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(vllm, path, body, field):
     refused(vllm.post(path, **body), field)
+
+
+def test_a_request_ends_when_it_has_too_many_rows(vllm, monkeypatch):
+    size = 2 * 5 * INFO.row_bytes
+    monkeypatch.setattr(generation, "MAX_ROUTED_BYTES", size)
+    assert choice_of(complete(vllm, n=2), 1)["routed_experts"]
+    monkeypatch.setattr(generation, "MAX_ROUTED_BYTES", size - 1)
+    refused(complete(vllm, n=2), "routed_experts")
+    assert choice_of(complete(vllm, n=2, routed_experts=False))["finish_reason"] == "length"
 
 
 def test_an_abort_before_the_first_token_leaves_no_rows(vllm):
