@@ -22,7 +22,8 @@ class ModelInfo(NamedTuple):
     """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
     commit brings others. quantization: see ``EngineConfig``. grammars: sequences may have a grammar. experts: of a
     Mixture of Experts. routed_experts: the runner keeps the routing of each token beside its KV, so that sequences may
-    ask for it."""
+    ask for it. ignored_tensors: how the names of tensors begin that updates may have and the model ignores.
+    stacks_experts: tensors of the model have all experts of a layer."""
 
     name: str
     dtype: str
@@ -35,6 +36,8 @@ class ModelInfo(NamedTuple):
     grammars: bool = False
     experts: ExpertsInfo | None = None
     routed_experts: bool = False
+    ignored_tensors: tuple[str, ...] = ()
+    stacks_experts: bool = False
 
 
 class Staged(NamedTuple):

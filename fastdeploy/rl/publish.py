@@ -26,6 +26,7 @@ from fastdeploy.rl.state_transfer import (
     split_pairs,
     split_state,
 )
+from fastdeploy.rl.tensor_names import TensorNames
 from fastdeploy.rl.uploads import PartCall, PartCalls, SendOptions
 
 CONFIRM_S = 30.0  # limit of each call that begins, commits or aborts a session, or asks what is served
@@ -75,6 +76,7 @@ class Publisher:
         self._state = state
         self._holds = holds
         self._snapshot: Snapshot | None = None
+        self._names = TensorNames()  # of the server that has the snapshot
         self._lock = asyncio.Lock()
 
     async def publish_folder(self, path: str, options: SessionOptions) -> Publication:
@@ -104,9 +106,11 @@ class Publisher:
                 raise InvalidField("state", "expected at least one tensor")
             tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
             require_served(tensors)
-            if delta == "auto" and self._snapshot is not None and self._snapshot.fits(tensors, options.is_partial):
-                difference = await asyncio.to_thread(self._snapshot.difference, tensors)
-                return await self._publish_difference(tensors, self._snapshot, difference, sending, options)
+            if delta == "auto" and self._snapshot is not None:
+                tensors = self._names.counted(tensors)
+                if self._snapshot.fits(tensors, options.is_partial):
+                    difference = await asyncio.to_thread(self._snapshot.difference, tensors)
+                    return await self._publish_difference(tensors, self._snapshot, difference, sending, options)
             return await self._publish_whole(tensors, delta == "auto", sending, options)
 
     async def _publish_pairs(self, pairs: NamedTensors, sending: SendOptions, options: SessionOptions) -> Publication:
@@ -114,7 +118,7 @@ class Publisher:
             raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
         self._snapshot = None
         async with self._staging(options) as session:
-            whole = WholeTensors(session.dtype, {})
+            whole = WholeTensors(session.dtype, session.names, {})
             parts = whole.parts(split_pairs(pairs, sending.part_bytes))
             await session.stage_all(sending.calls(parts), options.deadline_s)
         return await self._commit(session, lambda served: options.is_partial or whole.are_all_of(served))
@@ -126,7 +130,8 @@ class Publisher:
         is_partial, self._snapshot = options.is_partial, None
         keeps = keeps and not is_partial
         async with self._staging(options) as session:
-            whole = WholeTensors(session.dtype, {}, keeps)
+            self._names = session.names
+            whole = WholeTensors(session.dtype, session.names, {}, keeps)
             await session.stage_all(sending.calls(whole.parts(split_state(tensors, sending))), options.deadline_s)
 
         def settle(served: str) -> bool:
@@ -151,7 +156,8 @@ class Publisher:
         try:
             async with self._staging(options, last.fingerprint if is_small else None) as session:
                 is_known = session.dtype == last.dtype
-                whole = WholeTensors(session.dtype, difference.fingerprints if is_known else {})
+                known = difference.fingerprints if is_known else {}
+                whole = WholeTensors(session.dtype, session.names, known)
                 parts = whole.parts(split_state(tensors, sending))
                 if session.is_delta:
                     parts = delta_parts(tensors, difference, whole, sending)
@@ -301,6 +307,11 @@ class _WeightSession:
     @property
     def dtype(self) -> str:
         return self._answer["dtype"]
+
+    @property
+    def names(self) -> TensorNames:
+        """The names of the server's tensors."""
+        return TensorNames(tuple(self._answer["ignored_tensors"]), self._answer["stacks_experts"])
 
 
 class _Loads:

@@ -13,6 +13,7 @@ from fastdeploy.core.fingerprint import Fingerprint, fingerprint
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.deltas import Difference, Snapshot, counted, in_threads, serving_values, size_of, wire_tensor
 from fastdeploy.rl.state_encoding import HostTensor
+from fastdeploy.rl.tensor_names import TensorNames
 from fastdeploy.rl.uploads import Part, SendOptions
 
 Tensors = Mapping[str, HostTensor]
@@ -23,10 +24,12 @@ T = TypeVar("T")
 class WholeTensors:
     """The tensors that are sent whole: it makes parts of them, and remembers their fingerprints.
 
-    dtype: in which the server serves. known: fingerprints that need not be computed. keeps: remember the values too."""
+    dtype: in which the server serves. names: of its tensors. known: fingerprints that need not be computed. keeps:
+    remember the values too."""
 
-    def __init__(self, dtype: str, known: Mapping[str, Fingerprint], keeps: bool = False):
+    def __init__(self, dtype: str, names: TensorNames, known: Mapping[str, Fingerprint], keeps: bool = False):
         self._dtype = dtype
+        self._names = names
         self._known = known
         self._keeps = keeps
         self._fingerprints: dict[str, Fingerprint] = {}
@@ -35,7 +38,8 @@ class WholeTensors:
     async def parts(self, groups: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncGenerator[Part, None]:
         """Yield a part for each group of tensors. Raises InvalidField."""
         async for tensors in each_item(groups):
-            yield await asyncio.to_thread(self._part, tensors)
+            if mine := self._names.counted(tensors):
+                yield await asyncio.to_thread(self._part, mine)
 
     def _part(self, tensors: Tensors) -> Part:
         """Return a part with its fingerprints. Each tensor is in its own or in the serving dtype, if that is

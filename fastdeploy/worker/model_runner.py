@@ -125,6 +125,8 @@ class ModelRunner:
             grammars=self._masks.has_grammars,
             experts=experts_of_config(self.config),
             routed_experts=plan.routing is not None,
+            ignored_tensors=self.model.ignored,
+            stacks_experts=any(parameter.experts for parameter in self.model.parameters),
         )
         self.cache: KVCache | None = None
         self._routing: RoutingStore | None = None

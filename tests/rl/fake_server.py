@@ -347,7 +347,8 @@ class FakeServer:
             self.session = body | {"staging": FakeStaging(self.weights, body)}
         elif self.session["idempotency_key"] != body["idempotency_key"]:
             raise UpdateInProgress("a session is open")
-        return {"session_id": "s-1", **self._weight_info()}
+        names = {"ignored_tensors": ["mtp."], "stacks_experts": False}
+        return {"session_id": "s-1", **names, **self._weight_info()}
 
     def _v1_weights_chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.session is not None and body["session_id"] == "s-1"

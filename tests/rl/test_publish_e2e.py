@@ -9,17 +9,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from e2e.server import Server, until
-from fastdeploy.core.serving_dtype import in_dtype
+from fastdeploy.core.serving_dtype import dtype_of, in_dtype
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
 from rl.real_server import Wire
+from support.checkpoints import SPECS, write_checkpoint
+from worker.new_weights import new_tensors
+from worker.test_mixture_updates import of_transformers
 
 TRAINER = Path(__file__).with_name("trainer_child.py")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -82,6 +86,22 @@ def test_fifty_publications_leave_the_bits_of_the_state(server, dtype, source):
             if step % 10 == 9:
                 del state[HEAD]
                 assert_serves(server, {name: v.astype(np.float32) for name, v in state.items()}, dtype)
+
+
+def test_a_mixture_is_published_as_transformers_has_it_with_a_layer_that_predicts_further_tokens(dtype, tmp_path):
+    spec = replace(SPECS["glm_moe"], shards=1)
+    folder, new, later = write_checkpoint(tmp_path / "model", spec), new_tensors(spec, 1), new_tensors(spec, 1)
+    later["model.layers.1.mlp.experts.3.up_proj.weight"][0] += 1
+    more = {"model.layers.3.enorm.weight": np.ones(64, np.float32)}
+    small = ("--max-num-seqs", "2", "--num-gpu-blocks-override", "64")
+    with Server(*small, "--dtype", dtype, "--model", str(folder)) as server, SyncRolloutClient(server.url) as client:
+        for state, is_delta in ((new, False), (later, True)):
+            assert client.publish(of_transformers(state) | more).is_delta == is_delta
+            sums = {
+                name: hashlib.sha256(in_dtype(value, dtype_of(name, dtype)).tobytes()) for name, value in state.items()
+            }
+            assert server.weights(checksums=True)["checksums"] == {name: one.hexdigest() for name, one in sums.items()}
+        assert not client.publish((of_transformers(new) | more).items()).is_delta
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])

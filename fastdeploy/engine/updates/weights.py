@@ -243,7 +243,9 @@ class WeightSessions:
 
     def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> WeightSession:
         timeout_s = self._check_begin(args)
-        facts = {"fingerprint": self._runner.fingerprint, "dtype": self._runner.info.dtype}
+        info = self._runner.info
+        facts = {"fingerprint": self._runner.fingerprint, "dtype": info.dtype}
+        facts |= {"ignored_tensors": info.ignored_tensors, "stacks_experts": info.stacks_experts}
         opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **facts}
         staging = self._runner.begin_update(args.partial, delta=args.base is not None)
         self._book.session = session = WeightSession(
