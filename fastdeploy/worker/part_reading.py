@@ -168,7 +168,8 @@ def by_dtype(items: Mapping[str, Item], dtype: str) -> Iterator[tuple[str, dict[
 
 
 def refusal(name: str, file: str, result: StageResult, dtype: str) -> WeightUpdateRefused:
-    """Return the error for values that ``Ops.stage`` refused. file: where they came from. dtype: of the ops."""
+    """Return the error for values that ``Ops.stage`` refused. file: where they came from. dtype: of the tensor in the
+    engine."""
     match result.problem:
         case Problem.NOT_FINITE:
             return refuse_tensor(name, f"of {file} holds values that are not finite")
@@ -232,7 +233,7 @@ class PayloadReader:
                 delta_format.read_overwrite(payload, math.prod(self._shapes[name]), self._width(name))
             except ValueError as error:
                 return self._refuse(name, str(error))
-        return refusal(name, self._entries[name].file, result, self._dtype)
+        return refusal(name, self._entries[name].file, result, dtype_of(name, self._dtype))
 
     def _check_header(self, name: str, entry: TensorEntry) -> None:
         form = self._form
@@ -263,7 +264,7 @@ class PayloadReader:
         return DTYPES[dtype_of(name, self._dtype)][1]
 
     def _refuse(self, name: str, why: str) -> WeightUpdateRefused:
-        shape = f"a tensor {list(self._shapes[name])} of {self._dtype}, the serving dtype"
+        shape = f"a tensor {list(self._shapes[name])} of {dtype_of(name, self._dtype)}, its serving dtype"
         return refuse_tensor(
             name, f"of {self._entries[name].file} is no {self._form.encoding} payload of {shape}: {why}"
         )

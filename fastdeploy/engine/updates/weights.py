@@ -244,7 +244,7 @@ class WeightSessions:
     def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> WeightSession:
         timeout_s = self._check_begin(args)
         info = self._runner.info
-        facts = {"fingerprint": self._runner.fingerprint, "dtype": info.dtype}
+        facts: dict[str, Any] = {"fingerprint": self._runner.fingerprint, "dtype": info.dtype}
         facts |= {"ignored_tensors": info.ignored_tensors, "stacks_experts": info.stacks_experts}
         opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **facts}
         staging = self._runner.begin_update(args.partial, delta=args.base is not None)

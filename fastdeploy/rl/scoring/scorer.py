@@ -55,7 +55,8 @@ class Snapshot(NamedTuple):
 
 
 class Packer:
-    """The maker of snapshots. Two sets of packed weights take turns, so that a snapshot allocates nothing."""
+    """The maker of snapshots. Two sets of packed weights take turns, so that a snapshot allocates none. Only weights
+    that blocks make of others (``PackedLinear.transposed_heads``) are new each time."""
 
     def __init__(self, model: Model):
         self._model = model
