@@ -29,8 +29,9 @@ from fastdeploy.model_executor import pattern_process
 
 ALL_LINEAR = "all-linear"
 NO_EXPERTS = (
-    "Adapters of experts, shared experts and routers are not supported; name the linears of attention "
-    "(q_proj, k_proj, v_proj, o_proj), or exclude the others with exclude_modules"
+    "Adapters of experts, shared experts, routers and kv_b_proj are not supported; name the other linears of attention "
+    "(q_proj, k_proj, v_proj, o_proj; with kv_b_proj q_a_proj, q_b_proj or q_proj, kv_a_proj_with_mqa, o_proj), or "
+    "exclude those with exclude_modules"
 )
 # Of the process that matches the expressions of a config. 900 of them with 900 names take about 0.15 s.
 MAX_CPU_S, TIMEOUT_S = 1, 20.0
@@ -81,8 +82,8 @@ class LoraSetting(NamedTuple):
 class Modules(NamedTuple):
     """The modules of a model, by their names in checkpoints. output: the one of ``linears`` that gives the logits.
     others: modules with weights that no adapter can change. experts: those of them that are linears: experts, shared
-    experts and routers. PEFT finds them by these names, too, where transformers stacks all experts in one tensor
-    (peft/utils/transformers_weight_conversion.py), and counts them to all-linear."""
+    experts and routers, and kv_b_proj of latent attention. PEFT finds experts by these names, too, where transformers
+    stacks all experts in one tensor (peft/utils/transformers_weight_conversion.py), and counts them to all-linear."""
 
     linears: tuple[str, ...]
     output: str

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
@@ -18,13 +19,14 @@ from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.cpu_library import ISA_NAMES
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
-from support.adapters import cases, write_adapter
-from support.checkpoints import SPECS, prompt, write_checkpoint
+from support.adapters import PREFIX, adapter_tensors, cases, simple, write_adapter
+from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
 from support.runner_ops import with_ops
 from support.step_driver import Driver, Sequence, load, sleep, stage, update, wake
 from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 
-FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
+# The linears of DeepSeek's attention have other names; it has a test of its own.
+FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32" and not spec.is_deepseek]
 KINDS = list(cases(SPECS["qwen2"]))
 LENGTHS, STEPS = [1, 17, 70], 24
 # As in test_model_runner.py; the adapter rounds the left sides of twice as many products.
@@ -38,6 +40,7 @@ def adapters(tmp_path_factory) -> dict[str, dict[str, Path]]:
     return {
         name: {kind: write_adapter(root / name / kind, spec, adapter) for kind, adapter in cases(spec).items()}
         for name, spec in SPECS.items()
+        if not spec.is_deepseek
     }
 
 
@@ -93,7 +96,7 @@ def test_greedy_ids_and_logprobs_are_those_of_peft_in_one_batch_of_all_kinds(
         assert one.output == expected[name][n]["ids"][:STEPS].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name not in FLOAT32])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.dtype != "float32"])
 def test_bfloat16_logprobs_are_near_peft_in_float32_on_the_same_adapter(
     name, make_runner, checkpoints, adapters, torch_process
 ):
@@ -214,3 +217,35 @@ def test_a_step_with_adapters_can_be_given_up_and_repeated(make_runner, adapters
         assert runner.execute(StepPlan(0, [driver.chunk(one, None)], []), lambda: True) is None
         driver.step([one])
     assert one.trace == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("name", "linears"),
+    [
+        ("deepseek", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")),
+        ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj")),
+    ],
+)
+def test_adapters_of_latent_attention_are_those_added_to_the_weights(name, linears, make_runner, tmp_path):
+    spec, tensors, steps = SPECS[name], random_tensors(SPECS[name]), 12
+    adapter = simple(spec, 4, *linears)
+    parts = adapter_tensors(spec, adapter)
+    for module in adapter.ranks:  # of rank 4, with lora_alpha 8
+        a, b = (parts[f"{PREFIX}{module}.lora_{part}.weight"] for part in "AB")
+        tensors[module + ".weight"] += 2.0 * b @ a
+    merged = Driver(make_runner(write_checkpoint(tmp_path / "merged", spec, tensors)))
+    runner = make_runner(name)
+    alone = Driver(runner).generate([_sequence(40)], steps)[0]
+    served = load(runner, 1, write_adapter(tmp_path / "adapter", spec, adapter))
+    adapted, base = Driver(runner).generate([_sequence(40, served), _sequence(40)], steps, chunk=16)
+    [wanted] = merged.generate([_sequence(40)], steps)
+    assert base.trace == alone.trace and adapted.output == wanted.output != base.output
+    logprobs = [[entry.logprob for entry in one.logprobs] for one in (adapted, wanted)]
+    np.testing.assert_allclose(*logprobs, atol=1e-4)
+
+
+def test_an_adapter_of_kv_b_proj_is_refused_by_name(make_runner, tmp_path):
+    runner, spec = make_runner("deepseek"), SPECS["deepseek"]
+    folder = write_adapter(tmp_path / "adapter", spec, simple(spec, 4, "kv_b_proj"))
+    with pytest.raises(WeightUpdateRefused, match="kv_b_proj is targeted: .* kv_b_proj are not supported"):
+        load(runner, 1, folder)

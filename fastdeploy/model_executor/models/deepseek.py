@@ -170,3 +170,4 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
 
 
 ARCHITECTURES = {name: Architecture(read_config, build) for name in (V2, V3)}
+REFUSED = {"DeepseekV32ForCausalLM": "has sparse attention; of DeepSeek only V3 and V2-Lite are supported"}

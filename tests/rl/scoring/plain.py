@@ -7,7 +7,8 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models import load_config
-from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies
+from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies, yarn_scale
+from fastdeploy.model_executor.models.deepseek import DeepseekConfig
 from fastdeploy.model_executor.models.ernie import ErnieConfig
 from fastdeploy.model_executor.models.ernie_moe import ErnieMoeConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
@@ -33,10 +34,14 @@ def plain_logprobs(
     experts layers, top_k]; None: those with the highest scores."""
     config = load_config(folder)
     turned_dims = config.rotary_dim if isinstance(config, GlmMoeConfig) else config.head_dim
+    deepseek = config if isinstance(config, DeepseekConfig) else None
+    if deepseek is not None:
+        turned_dims = deepseek.latent.qk_rope_head_dim
     frequencies = rope_frequencies(turned_dims, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
     neighbours = isinstance(config, ErnieConfig | ErnieMoeConfig)  # of which the pairs are rotated
+    neighbours = neighbours or (deepseek is not None and deepseek.rope_interleave)
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
     ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
@@ -50,6 +55,9 @@ def plain_logprobs(
         frequencies = yarn_frequencies(config.head_dim, config.rope_theta, gpt_oss.yarn)
         ropes = [rope_tables(frequencies, 512, gpt_oss.yarn.attention_factor)] * config.num_hidden_layers
         windows = [gpt_oss.sliding_window if kind == "sliding_attention" else None for kind in gpt_oss.layer_types]
+    if deepseek is not None and deepseek.yarn is not None:
+        frequencies = yarn_frequencies(turned_dims, config.rope_theta, deepseek.yarn)
+        ropes = [rope_tables(frequencies, 512, deepseek.yarn.attention_factor)] * config.num_hidden_layers
     mixture = getattr(config, "mixture", None)
     sparse = () if mixture is None else mixture.layers
     scale = (config.head_dim if gemma is None else gemma.query_pre_attn_scalar) ** -0.5
@@ -94,6 +102,26 @@ def plain_logprobs(
             weights = F.softmax(scores, -1)
         return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
 
+    def latent_attention(x: paddle.Tensor, layer: int) -> paddle.Tensor:
+        assert deepseek is not None
+        at, sizes, yarn = f"model.layers.{layer}.self_attn.", deepseek.latent, deepseek.yarn
+        plain, value, count = sizes.qk_nope_head_dim, sizes.v_head_dim, config.num_attention_heads
+        c, key = paddle.split(linear(x, at + "kv_a_proj_with_mqa"), [sizes.kv_lora_rank, turned_dims], axis=1)
+        kv = linear(norm(c, at + "kv_a_layernorm"), at + "kv_b_proj").reshape([-1, count, plain + value])
+        k, v = paddle.split(kv.transpose([1, 0, 2]), [plain, value], axis=2)
+        k = paddle.concat([k, rotated(key.unsqueeze(0), layer).expand([count, -1, -1])], -1)
+        q = linear(x, at + ("q_proj" if sizes.q_lora_rank is None else "q_a_proj"))
+        if sizes.q_lora_rank is not None:
+            q = linear(norm(q, at + "q_a_layernorm"), at + "q_b_proj")
+        q = q.reshape([-1, count, plain + turned_dims]).transpose([1, 0, 2])
+        q = paddle.concat([q[..., :plain], rotated(q[..., plain:], layer)], -1) * q.shape[-1] ** -0.5
+        if yarn is not None:
+            q = q * yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+        scores = q @ k.transpose([0, 2, 1])
+        visible = paddle.tril(paddle.ones(scores.shape[1:]))
+        weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
+        return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
+
     def mlp(x: paddle.Tensor, at: str) -> paddle.Tensor:
         gate = linear(x, at + "gate_proj")
         gate = F.silu(gate) if gemma is None else F.gelu(gate, approximate=True)
@@ -128,7 +156,8 @@ def plain_logprobs(
         x = tensors["model.embed_tokens.weight"][ids[:-1]] * (1.0 if gemma is None else config.hidden_size**0.5)
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}."
-            y = attention(norm(x, at + "input_layernorm"), layer)
+            attended = attention if deepseek is None else latent_attention
+            y = attended(norm(x, at + "input_layernorm"), layer)
             x = x + (y if gemma is None else norm(y, at + "post_attention_layernorm"))
             y = norm(x, at + ("post_attention_layernorm" if gemma is None else "pre_feedforward_layernorm"))
             if layer in sparse:
