@@ -24,8 +24,9 @@ import numpy as np
 import paddle
 
 from benchmarks.lib.roofline import Machine, Shape
+from fastdeploy.model_executor.ops.blocks import AttentionSpec
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache
+from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch, SampleBatch
 
 Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)

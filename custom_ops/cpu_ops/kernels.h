@@ -100,7 +100,7 @@ struct Batch {
   const int32_t *cu_tokens, *starts, *tables, *positions;
 };
 
-// The fields of AttentionSpec of ops/interface.py, in the same order.
+// The fields of AttentionSpec of ops/blocks.py, in the same order.
 struct AttentionSpec {
   int64_t layer, heads, kv_heads, head_dim;
   float scale;
@@ -114,7 +114,7 @@ struct AttentionSpec {
   int64_t rotated() const { return rotary_dim == 0 ? head_dim : rotary_dim; }
 };
 
-// The fields of Activation of ops/interface.py.
+// The fields of Activation of ops/blocks.py.
 enum Activation : int64_t { kSilu, kGeluTanh, kSwigluClamped };
 
 // One call of attention.
@@ -128,7 +128,7 @@ enum BlockKind : int64_t { kAttentionBlock, kMlpBlock, kExpertsBlock, kLatentAtt
 
 // One of the blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
 struct Block {
-  int64_t kind;        // its index in BLOCKS of ops/interface.py
+  int64_t kind;        // its index in BLOCKS of ops/blocks.py
   int64_t linears;     // how many of its linears may have an adapter
   int64_t ends_layer;  // 1 for the last block of a layer
   const void* fields;  // the structure of its kind (layer.cc)
@@ -209,7 +209,7 @@ struct LogprobArgs {
               const float* top_p, const float* min_p, const double* uniform, const uint32_t* const* allowed,    \
               int32_t* out, float* cutoff_logits, int32_t* cutoff_ids);                                         \
   void logprobs(const float* logits, int64_t rows, int64_t vocab, const LogprobArgs& a);                        \
-  void probe_read(const void* data, int64_t bytes); /* reads whole pieces of 64 KiB on all threads */             \
+  void probe_read(const void* data, int64_t bytes); /* reads whole pieces of 64 KiB on all threads */           \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)

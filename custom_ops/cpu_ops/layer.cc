@@ -1,5 +1,5 @@
 // The blocks of a decoder layer, and single linears. Compiled once per instruction set. The structures of blocks have
-// the fields of the classes of these names in ops/interface.py, in the same order.
+// the fields of the classes of these names in ops/blocks.py, in the same order.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -129,7 +129,7 @@ void head_products(const HeadRows& from, int64_t heads, int64_t m, const Weight&
   });
 }
 
-// See LatentAttentionBlock of ops/interface.py. Keeps only step.rows of the residual, if these are given.
+// See LatentAttentionBlock of ops/blocks.py. Keeps only step.rows of the residual, if these are given.
 void latent_attention_block(const LatentAttentionBlock& block, StepState& step) {
   const AttentionSpec& spec = block.attention;
   const int64_t m = step.m, heads = spec.heads, key = spec.head_dim, rotary = spec.rotary_dim, latent = block.kv_b->k;

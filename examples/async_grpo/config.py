@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -70,6 +71,12 @@ class Settings:
             self._require(name, getattr(self, name) in values, " or ".join(values))
         self._require("max_ratio", self.max_ratio >= 1 + self.clip_high, "at least 1 + clip_high")
         self._require("beta2", 0 <= self.beta2 < 1, "0 to less than 1")
+
+    @property
+    def is_mixture(self) -> bool:
+        """The model is a Mixture of Experts: the server returns the experts of each token, and the trainer computes
+        with these (rollout routing replay)."""
+        return "num_experts" in json.loads((Path(self.model) / "config.json").read_text())
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -129,7 +129,11 @@ class Learner:
 
 def scored(scorer: Scorer, samples: Sequence[Sample]) -> paddle.Tensor:
     """Return the log probability of each sampled token, float32, in the order of the samples."""
-    found = scorer.logprobs([(sample.prompt_ids, sample.token_ids) for sample in samples])
+    routed = [sample.routed_experts for sample in samples]
+    found = scorer.logprobs(
+        [(sample.prompt_ids, sample.token_ids) for sample in samples],
+        routed_experts=None if any(rows is None for rows in routed) else routed,
+    )
     sampled = np.concatenate([sample.sampled for sample in samples])
     return found if sampled.all() else found[paddle.to_tensor(np.flatnonzero(sampled))]
 

@@ -52,6 +52,8 @@ class Curriculum:
     ) -> tuple[list[Sample], list[float]]:
         """Return ``settings.group`` answers, and 1.0 for each right one, else 0.0. Raises AnswersFailed."""
         params = {"max_tokens": settings.max_tokens, "temperature": 1.0, "seed": seed}
+        if settings.is_mixture:
+            params["routed_experts"] = True
         prompt = tokenizer.prompt_ids(problem, chat=True)
         try:
             found = await client.generate_group(prompt, params, n=settings.group)

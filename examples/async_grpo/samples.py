@@ -25,6 +25,8 @@ class Sample:
 
     sampled: bool [tokens], those that the model sampled. Others, such as replies of tools, are not learned. logprobs:
     float32 [sampled tokens], as the server returned them. spans: of the sampled tokens, counted without the others.
+    routed_experts: of a Mixture of Experts, the experts that computed each token but the last one, [prompt tokens +
+    tokens - 1, layers with experts, top_k]; None: of another model, or not known.
     """
 
     prompt_ids: Sequence[int]
@@ -34,6 +36,7 @@ class Sample:
     spans: Sequence[Span]
     num_resumes: int = 0
     num_preempted: int = 0
+    routed_experts: np.ndarray | None = None
 
     @property
     def publications(self) -> np.ndarray:
@@ -46,7 +49,8 @@ def sample_of(rollout: Rollout) -> Sample:
     spans = [Span(publication_of(span), span.start, span.end) for span in rollout.spans]
     sampled, logprobs = np.ones(len(rollout.token_ids), bool), np.asarray(rollout.logprobs, np.float32)
     counts = rollout.num_resumes, rollout.num_preempted
-    return Sample(rollout.prompt_ids, rollout.token_ids, sampled, logprobs, spans, *counts)
+    routed = None if rollout.routed_experts is None else rollout.routed_experts.array()
+    return Sample(rollout.prompt_ids, rollout.token_ids, sampled, logprobs, spans, *counts, routed)
 
 
 def publication_of(span: TokenSpan) -> int:

@@ -38,6 +38,8 @@ def served(settings: Settings, log: Path) -> Iterator[str]:
     seats = settings.concurrency * settings.group
     command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--model", settings.model]
     command += ["--dtype", settings.dtype, "--port", str(port), "--max-num-seqs", str(seats)]
+    if settings.is_mixture:
+        command.append("--enable-return-routed-experts")
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env={"FASTDEPLOY_CPU_THREADS": CPU_THREADS} | os.environ,

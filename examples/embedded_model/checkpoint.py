@@ -13,6 +13,8 @@ import paddle
 from examples.embedded_model import tokenizer
 from examples.embedded_model.model import ModelConfig, Qwen3
 
+WEIGHTS = "model.safetensors"
+
 
 def save(model: Qwen3, folder: Path) -> None:
     """Write config, weights (rounded to nearest-even bfloat16), generation config and tokenizer."""
@@ -39,7 +41,7 @@ def save(model: Qwen3, folder: Path) -> None:
     generation = {"do_sample": False, "eos_token_id": tokenizer.END_ID, "pad_token_id": tokenizer.PAD_ID}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    _write_safetensors(folder / "model.safetensors", {name: _to_bf16(w.numpy()) for name, w in model.weights.items()})
+    write_weights(folder, {name: weight.numpy() for name, weight in model.weights.items()})
     tokenizer.build(folder)
 
 
@@ -47,16 +49,22 @@ def load(folder: Path) -> Qwen3:
     """Load the model that ``save`` wrote to ``folder``, with weights in float32."""
     settings = json.loads((folder / "config.json").read_text())
     config = ModelConfig(**{field.name: settings[field.name] for field in fields(ModelConfig)})
-    raw = (folder / "model.safetensors").read_bytes()
+    weights = {name: paddle.to_tensor(w, stop_gradient=False) for name, w in read_weights(folder).items()}
+    return Qwen3(config, weights)
+
+
+def read_weights(folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors that ``write_weights`` wrote to ``folder``, in float32, by name."""
+    raw = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header.pop("__metadata__")
-    weights = {}
+    found = {}
     for name, entry in header.items():
         start, end = (8 + size + offset for offset in entry["data_offsets"])
         bits = np.frombuffer(raw[start:end], np.uint16).reshape(entry["shape"])
-        weights[name] = paddle.to_tensor((bits.astype(np.uint32) << 16).view(np.float32), stop_gradient=False)
-    return Qwen3(config, weights)
+        found[name] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return found
 
 
 def _to_bf16(array: np.ndarray) -> np.ndarray:
@@ -65,8 +73,10 @@ def _to_bf16(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def _write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the safetensors layout: header length, JSON header padded to 8 bytes, data (here all bfloat16)."""
+def write_weights(folder: Path, weights: Mapping[str, np.ndarray]) -> None:
+    """Round float32 tensors to bfloat16 and write them in the safetensors layout: header length, JSON header padded to
+    8 bytes, data."""
+    arrays = {name: _to_bf16(weight) for name, weight in weights.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, array in arrays.items():
@@ -74,7 +84,8 @@ def _write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
         at += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(a.tobytes() for a in arrays.values()))
+    data = b"".join(array.tobytes() for array in arrays.values())
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -24,6 +24,8 @@ OF_ONE_CHOICE: dict[int | str | None, type[FastDeployError]] = {
 TOKENS_AT_ONCE = 128  # of one choice
 # Bytes of the sampling masks of one request: 100 to 1,000 per token with a usual top_p, up to a vocabulary without.
 MAX_MASK_BYTES = 64 << 20
+# Of the rows of routed experts, likewise. 32,768 tokens of 48 layers and 8 experts have 12 MiB in each choice.
+MAX_ROUTED_BYTES = 512 << 20
 WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
 
@@ -68,7 +70,7 @@ class Generation:
         self._requests = request.requests
         self.cached_tokens = [0] * len(self.prompts)
         self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
-        self._mask_bytes = 0
+        self._mask_bytes = self._routed_bytes = 0
         self._reader = Reader(for_tokens)
 
     def _rows(self, add: AddRequest) -> RoutedRows | None:
@@ -160,6 +162,10 @@ class Generation:
         if self._mask_bytes > MAX_MASK_BYTES:
             limit = f"more than {MAX_MASK_BYTES >> 20} MiB of sampling masks in one request"
             raise InvalidField("return_sampling_mask", f"{limit}: lower top_k, top_p or max_tokens")
+        self._routed_bytes += len(output.routed)
+        if self._routed_bytes > MAX_ROUTED_BYTES:
+            limit = f"more than {MAX_ROUTED_BYTES >> 20} MiB of rows in one request"
+            raise InvalidField("routed_experts", f"{limit}: ask for fewer choices, or for rows from a later position")
         if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
             self.cached_tokens[i] = output.cached_tokens
         if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:

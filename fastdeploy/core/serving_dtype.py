@@ -11,6 +11,15 @@ import numpy as np
 # The smallest float32 that rounds to infinity in bfloat16.
 BFLOAT16_OVERFLOW = np.array(0x7F7F8000, np.uint32).view(np.float32)
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+# Tensors that stay float32 in every engine, by how their names end: the bias of a router. Its values lie so close
+# together, and so far from 0, that bfloat16 makes many of them equal: in GLM-5.2, 238 values between 6.817 and 7.063
+# become 8, and nearly every token gets other experts (github.com/sgl-project/sglang/pull/31213).
+FLOAT32_TENSORS = ("e_score_correction_bias",)
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """Return the dtype of the tensor ``name`` in an engine that serves ``dtype``."""
+    return "float32" if name.endswith(FLOAT32_TENSORS) else dtype
 
 
 def in_dtype(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import paddle
 
-from fastdeploy.core.serving_dtype import in_dtype
-from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
+from fastdeploy.core.serving_dtype import dtype_of, in_dtype
+from fastdeploy.model_executor.ops.blocks import PackedLinear
+from fastdeploy.model_executor.ops.interface import Ops
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
 Array = TypeVar("Array", np.ndarray, paddle.Tensor)
@@ -123,7 +124,7 @@ def as_linear(value: Value) -> PackedLinear:
 def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[np.ndarray]:
     """Yield the tensor ``name`` of a packed parameter in the serving dtype, in slices of rows."""
     if isinstance(value, paddle.Tensor):
-        yield in_dtype(value.numpy(), ops.dtype)
+        yield in_dtype(value.numpy(), dtype_of(name, ops.dtype))
         return
     names = parameter.biases if name in parameter.biases else parameter.weights
     index = names.index(name)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.checkpoint_layout import MODULES, PARTS
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
 from fastdeploy.model_executor.parameters import Parameter
@@ -86,6 +87,8 @@ def in_decoder(name: str, decoder: str) -> str:
 
 def _of_parameter(parameter: Parameter, decoder: str, kept: Sequence[str]) -> list[FusedTensor]:
     """Return the weight, and the bias if there is one. kept: what FastDeploy and a trainer call by the same name."""
+    if parameter.experts:
+        raise InvalidField("architectures", f"{parameter.weights[0]}: FastDeploy's layout of it is not supported")
     if parameter.is_vector:
         [(name, shape)] = parameter.shapes.items()
         one = _tensor((name,), shape, ((name, parameter.columns),), decoder, kept, transposed=False)

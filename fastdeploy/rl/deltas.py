@@ -16,7 +16,7 @@ import numpy as np
 from fastdeploy.core import delta_format
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.fingerprint import Fingerprint, change, fingerprint, over_all
-from fastdeploy.core.serving_dtype import ITEMSIZE, fits, in_dtype
+from fastdeploy.core.serving_dtype import ITEMSIZE, dtype_of, fits, in_dtype
 from fastdeploy.rl.state_encoding import HostTensor
 
 PIECE = 1 << 18  # values that are converted and compared at once: they stay in the cache of a core
@@ -103,7 +103,7 @@ class Snapshot:
         changes = {name: found for name, found in zip(names, found, strict=True) if found is not None}
         fingerprints = self._fingerprints | {name: found.fingerprint for name, found in changes.items()}
         sizes = (
-            found.payload.nbytes if found.payload is not None else wire_nbytes(state[name], self.dtype)
+            found.payload.nbytes if found.payload is not None else wire_nbytes(name, state[name], self.dtype)
             for name, found in changes.items()
         )
         return Difference(changes, fingerprints, sum(sizes))
@@ -125,7 +125,7 @@ class Snapshot:
 
     def _compare(self, name: str, tensor: HostTensor) -> TensorChange | None:
         old = self._values[name]
-        most = wire_nbytes(tensor, self.dtype) if old.size <= delta_format.MAX_VALUES else 0
+        most = wire_nbytes(name, tensor, self.dtype) if old.size <= delta_format.MAX_VALUES else 0
         indices: list[np.ndarray] = []
         values: list[np.ndarray] = []
         total, count = self._fingerprints[name], 0
@@ -183,8 +183,9 @@ def twins(fingerprints: Mapping[str, Fingerprint]) -> Iterator[str]:
 
 
 def serving_values(name: str, tensor: HostTensor, dtype: str) -> np.ndarray:
-    """Return the values of a tensor, flat, in ``dtype``: a view if the tensor has this dtype. Raises InvalidField."""
-    source = _source(name, tensor)
+    """Return the values of a tensor, flat, as an engine of ``dtype`` serves them: a view if the tensor has this dtype.
+    Raises InvalidField."""
+    source, dtype = _source(name, tensor), dtype_of(name, dtype)
     if WIRE_DTYPES[dtype] == tensor.dtype:
         return source
     values = np.empty(source.size, np.uint16 if dtype == "bfloat16" else np.float32)
@@ -194,9 +195,9 @@ def serving_values(name: str, tensor: HostTensor, dtype: str) -> np.ndarray:
 
 
 def pieces(name: str, tensor: HostTensor, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of the first value, values in ``dtype``) for each piece of a tensor. Raises InvalidField for a
-    tensor that no server takes, and for values that are not finite once they are converted."""
-    source = _source(name, tensor)
+    """Yield (index of the first value, values as an engine of ``dtype`` serves them) for each piece of a tensor. Raises
+    InvalidField for a tensor that no server takes, and for values that are not finite once they are converted."""
+    source, dtype = _source(name, tensor), dtype_of(name, dtype)
     for at in range(0, source.size, PIECE):
         piece = source[at : at + PIECE]
         if piece.dtype == np.float16:
@@ -211,9 +212,9 @@ def size_of(tensor: HostTensor) -> int:
     return int(np.prod(tensor.shape, dtype=np.int64))
 
 
-def wire_nbytes(tensor: HostTensor, dtype: str) -> int:
+def wire_nbytes(name: str, tensor: HostTensor, dtype: str) -> int:
     """Return the bytes of a whole tensor as it is sent: as it is, or in the serving dtype if that is smaller."""
-    return min(tensor.data.nbytes, size_of(tensor) * ITEMSIZE[dtype])
+    return min(tensor.data.nbytes, size_of(tensor) * ITEMSIZE[dtype_of(name, dtype)])
 
 
 def wire_tensor(tensor: HostTensor, values: np.ndarray, dtype: str) -> HostTensor:

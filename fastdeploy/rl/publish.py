@@ -146,7 +146,7 @@ class Publisher:
         options: SessionOptions,
     ) -> Publication:
         """Publish the difference from ``last`` if the server serves that, else all tensors."""
-        full_nbytes = sum(wire_nbytes(tensor, last.dtype) for tensor in tensors.values())
+        full_nbytes = sum(wire_nbytes(name, tensor, last.dtype) for name, tensor in tensors.items())
         is_small = difference.nbytes < MAX_DELTA_SHARE * full_nbytes
         try:
             async with self._staging(options, last.fingerprint if is_small else None) as session:

@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_method": ((None, ""), "there is no draft model"),
     "num_nextn_predict_layers": ((0,), "there is no draft model"),
     "plas_attention_config": ((None,), "attention is over all tokens"),
-    "routing_replay_config": ((None,), "models without experts only"),
+    "routing_replay_config": ((None,), "the routing comes from a server with --enable-return-routed-experts"),
     "load_strategy": (("meta", "ipc_snapshot", "normal"), "weights reach a server by RolloutClient.publish"),
     "dtype": (("float32", "bfloat16"), "the server computes in one of these"),
 }

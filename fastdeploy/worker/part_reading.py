@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from fastdeploy.core import delta_format
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.files import Folder
 from fastdeploy.core.fingerprint import Fingerprint
+from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.core.weight_source import PartFormat
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, GENERATION, read_config, read_eos_token_ids
@@ -24,6 +25,7 @@ from fastdeploy.model_executor.ops.interface import Ops, Problem, Region, StageI
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, TensorEntry, read_checksums, refuse_tensor
 
 ShowBytes: TypeAlias = Callable[[int, int], None]
+Item = TypeVar("Item")
 PIECE_BYTES = 256 << 20  # that are read between two calls of ShowBytes
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}  # serving dtype: its name in safetensors, bytes of a value
 
@@ -147,12 +149,22 @@ def stage_items(
     ops: Ops, reader: SafetensorsReader, items: Mapping[str, StageItem], stop: np.ndarray
 ) -> dict[str, Fingerprint]:
     """Stage tensors of ``reader`` by name, and return their fingerprints. Raises WeightUpdateRefused."""
-    results = ops.stage(list(items.values()), stop)
-    check_given_up(stop)
-    for name, result in zip(items, results, strict=True):
-        if result.problem is not None:
-            raise refusal(name, reader.entries[name].file, result, ops.dtype)
-    return {name: result.fingerprint for name, result in zip(items, results, strict=True)}
+    found: dict[str, Fingerprint] = {}
+    for dtype, some in by_dtype(items, ops.dtype):
+        results = ops.stage(list(some.values()), stop, dtype)
+        check_given_up(stop)
+        for name, result in zip(some, results, strict=True):
+            if result.problem is not None:
+                raise refusal(name, reader.entries[name].file, result, dtype)
+            found[name] = result.fingerprint
+    return found
+
+
+def by_dtype(items: Mapping[str, Item], dtype: str) -> Iterator[tuple[str, dict[str, Item]]]:
+    """Yield each dtype in which tensors are served by an engine of ``dtype``, with its items."""
+    for one in dict.fromkeys((dtype, "float32")):
+        if some := {name: item for name, item in items.items() if dtype_of(name, dtype) == one}:
+            yield one, some
 
 
 def refusal(name: str, file: str, result: StageResult, dtype: str) -> WeightUpdateRefused:
@@ -217,7 +229,7 @@ class PayloadReader:
         """Return the error for an overwrite that ``Ops.apply_deltas`` refused."""
         if result.problem is Problem.MALFORMED:
             try:
-                delta_format.read_overwrite(payload, math.prod(self._shapes[name]), DTYPES[self._dtype][1])
+                delta_format.read_overwrite(payload, math.prod(self._shapes[name]), self._width(name))
             except ValueError as error:
                 return self._refuse(name, str(error))
         return refusal(name, self._entries[name].file, result, self._dtype)
@@ -244,7 +256,11 @@ class PayloadReader:
 
     def _largest(self, name: str) -> int:
         size = math.prod(self._shapes[name])
-        return delta_format.largest_payload(self._form.encoding, size, DTYPES[self._dtype][1])
+        return delta_format.largest_payload(self._form.encoding, size, self._width(name))
+
+    def _width(self, name: str) -> int:
+        """Return the bytes of a value."""
+        return DTYPES[dtype_of(name, self._dtype)][1]
 
     def _refuse(self, name: str, why: str) -> WeightUpdateRefused:
         shape = f"a tensor {list(self._shapes[name])} of {self._dtype}, the serving dtype"

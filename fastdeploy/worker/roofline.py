@@ -10,8 +10,9 @@ import numpy as np
 from fastdeploy.core.roofline import ExpertsCost, Machine, StepRoofline
 from fastdeploy.model_executor.models.experts import Mixture, of_experts
 from fastdeploy.model_executor.models.interface import Model
+from fastdeploy.model_executor.ops.blocks import PackedLinear
 from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
+from fastdeploy.model_executor.ops.interface import Ops
 
 PASSES = 3  # over the weights; the fastest counts, since other processes only make one slower
 PEAK_ROUNDS = 2000  # of multiplications in registers, some 20 ms on two cores

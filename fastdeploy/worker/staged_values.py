@@ -11,7 +11,8 @@ import paddle
 
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.model_executor.models.interface import Model
-from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Region
+from fastdeploy.model_executor.ops.blocks import PackedLinear
+from fastdeploy.model_executor.ops.interface import DeltaItem, Region
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, unpack
 from fastdeploy.worker.standby import MISSED_SHARE, Loan
 

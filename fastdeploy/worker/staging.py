@@ -15,6 +15,7 @@ from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.core.files import ANYWHERE
 from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.runner import AdapterInfo, PartReceipt, Staged
+from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.model_executor.checkpoint_layout import describe, drop_ignored
 from fastdeploy.model_executor.lora import read_adapter
@@ -26,6 +27,7 @@ from fastdeploy.worker.part_reading import (
     DTYPES,
     PayloadReader,
     ShowBytes,
+    by_dtype,
     check_config,
     check_given_up,
     eos_token_ids,
@@ -233,22 +235,23 @@ class WeightStaging:
         self._received.add(found, {name: wanted for name, wanted in form.fingerprints.items() if name not in later})
 
     def _stage_dense(self, reader: SafetensorsReader, batch: Mapping[str, np.ndarray]) -> dict[str, Fingerprint]:
-        values, dtype = self._borrow(), DTYPES[self._model.ops.dtype][0]
-        items = {name: StageItem(values.region(name), dtype, 0, memory=payload) for name, payload in batch.items()}
+        values, kinds = self._borrow(), {name: DTYPES[dtype_of(name, self._model.ops.dtype)][0] for name in batch}
+        items = {name: StageItem(values.region(name), kinds[name], 0, memory=one) for name, one in batch.items()}
         return stage_items(self._model.ops, reader, items, self._guard.stop)
 
     def _overwrite(self, payloads: PayloadReader, batch: Mapping[str, np.ndarray]) -> dict[str, Fingerprint]:
         """Change tensors by their payloads. Returns the new fingerprints."""
         values, serving = self._borrow(), self._serving()
-        items = [DeltaItem(values.current_region(name, serving.values), payload) for name, payload in batch.items()]
-        results = self._model.ops.apply_deltas(items, self._guard.stop)
-        check_given_up(self._guard.stop)
+        items = {name: DeltaItem(values.current_region(name, serving.values), one) for name, one in batch.items()}
         found = {}
-        for name, item, result in zip(batch, items, results, strict=True):
-            if result.problem is not None:
-                raise payloads.refusal(name, item.payload, result)
-            values.add_missed(name, item)
-            found[name] = serving.fingerprints[name] + result.fingerprint
+        for dtype, some in by_dtype(items, self._model.ops.dtype):
+            results = self._model.ops.apply_deltas(list(some.values()), self._guard.stop, dtype)
+            check_given_up(self._guard.stop)
+            for (name, item), result in zip(some.items(), results, strict=True):
+                if result.problem is not None:
+                    raise payloads.refusal(name, item.payload, result)
+                values.add_missed(name, item)
+                found[name] = serving.fingerprints[name] + result.fingerprint
         return found
 
     def _serving(self) -> Serving:

@@ -20,7 +20,8 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
-from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, PackedLinear
+from fastdeploy.model_executor.ops.blocks import PackedLinear
+from fastdeploy.model_executor.ops.interface import DeltaItem, Ops
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear
 from fastdeploy.worker.memory import free_memory
 from fastdeploy.worker.part_reading import check_given_up

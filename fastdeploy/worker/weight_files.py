@@ -19,6 +19,7 @@ import numpy as np
 
 from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
 from fastdeploy.core.files import new_locked_file, write_all
+from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear, unpack
 
@@ -171,11 +172,10 @@ def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[st
 
 def _header(dtype: str, parameters: Iterable[Parameter]) -> tuple[bytes, int]:
     """Return the beginning of the file, and the bytes of all tensors behind it."""
-    name_of_dtype, width = DTYPES[dtype]
     table, end = {}, 0
     for parameter in parameters:
         for name in parameter.tensors:
-            shape = parameter.shapes[name]
+            shape, (name_of_dtype, width) = parameter.shapes[name], DTYPES[dtype_of(name, dtype)]
             begin, end = end, end + width * math.prod(shape)
             table[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(table)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fastdeploy.client import generation
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -197,6 +198,16 @@ def test_skyrl_reads_its_form_whatever_the_form_of_the_server(of_format, name):
     assert list(value) == ["data", "shape", "dtype"] and of_layers(value) == rows(0, 5)
 
 
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_skyrl_names_the_first_row_as_vllms_callers_do(vllm, start):
+    named = LIMIT | {"routed_experts_prompt_start": start}
+    value = choice_of(generate(vllm, named, path="/skyrl/v1/generate"))["routed_experts"]
+    assert of_layers(value) == rows(start, 5)
+    assert of_layers(choice_of(complete(vllm, routed_experts=True, **named))["routed_experts"]) == [
+        layers[1:] for layers in rows(start, 5)
+    ]
+
+
 def test_nemo_rl_reads_an_envelope_in_the_message_of_a_chat(of_format):
     chat = of_format("nemo-rl").post("/v1/chat/completions", **CHAT, **LIMIT, return_token_ids=True).json()
     tokens = len(chat["prompt_token_ids"]) + 3
@@ -250,6 +261,8 @@ def test_a_server_without_the_flag_takes_what_vllms_callers_always_send(module_s
     ("/v1/completions", {"prompt": PROMPT, "routed_experts_prompt_start": -1}, "routed_experts_prompt_start"),
     ("/v1/completions", {"prompt": PROMPT, "routed_experts": True, "routed_experts_start": 4}, "routed_experts_start"),
     ("/v1/completions", {"prompt": PROMPT, "routed_experts": 3}, "routed_experts"),
+    ("/skyrl/v1/generate", {"token_ids": PROMPT, "sampling_params": {"routed_experts_prompt_start": 4}},
+     "routed_experts_prompt_start"),
     ("/v1/completions", {"prompt": PROMPT, "return_routed_experts": True, "routed_experts_start_len": 4},
      "routed_experts_start_len"),
     ("/generate", {"input_ids": PROMPT, "return_routed_experts": True, "routed_experts_start_len": 4},
@@ -260,6 +273,15 @@ def test_a_server_without_the_flag_takes_what_vllms_callers_always_send(module_s
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(vllm, path, body, field):
     refused(vllm.post(path, **body), field)
+
+
+def test_a_request_ends_when_it_has_too_many_rows(vllm, monkeypatch):
+    size = 2 * 5 * INFO.row_bytes
+    monkeypatch.setattr(generation, "MAX_ROUTED_BYTES", size)
+    assert choice_of(complete(vllm, n=2), 1)["routed_experts"]
+    monkeypatch.setattr(generation, "MAX_ROUTED_BYTES", size - 1)
+    refused(complete(vllm, n=2), "routed_experts")
+    assert choice_of(complete(vllm, n=2, routed_experts=False))["finish_reason"] == "length"
 
 
 def test_an_abort_before_the_first_token_leaves_no_rows(vllm):

@@ -29,6 +29,7 @@ MODEL = json.loads((Path(MODEL_DIR) / "config.json").read_text())
 MODEL_KEYS = sorted(MODEL.keys() | {
     "architectures", "attention_bias", "attn_logit_softcapping", "dtype", "eos_token_id", "final_logit_softcapping",
     "head_dim", "hidden_act", "hidden_activation", "layer_types", "max_window_layers", "mlp_bias",
+    "num_experts_per_tok", "num_local_experts", "swiglu_alpha", "swiglu_limit",
     "original_max_position_embeddings", "quantization_config", "query_pre_attn_scalar", "rope_local_base_freq",
     "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "sliding_window_pattern", "tie_word_embeddings",
     "torch_dtype", "use_bidirectional_attention", "use_mrope", "use_sliding_window",
@@ -61,10 +62,19 @@ def refused_field(folder: Path, config: bytes) -> str | None:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", "Qwen3ForCausalLM", "Ernie4_5ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"],
+    [
+        "LlamaForCausalLM",
+        "Qwen3ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "MistralForCausalLM",
+        "Gemma3ForCausalLM",
+        "GptOssForCausalLM",
+    ],
 )
 def test_an_odd_value_in_config_json_is_refused_by_the_name_of_its_key(tmp_path, architecture):
     model = MODEL | {"architectures": [architecture]}
+    if architecture == "GptOssForCausalLM":
+        model |= {"sliding_window": 64}
     for key in MODEL_KEYS:
         for text in ODD:
             field = refused_field(tmp_path, with_value(model, key, text))

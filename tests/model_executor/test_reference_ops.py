@@ -6,14 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import (
-    AdapterRows,
-    AttentionBatch,
-    AttentionSpec,
-    LoraPart,
-    PackedAdapter,
-    SampleBatch,
-)
+from fastdeploy.model_executor.ops.blocks import AttentionSpec
+from fastdeploy.model_executor.ops.interface import AdapterRows, AttentionBatch, LoraPart, PackedAdapter, SampleBatch
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
 from fastdeploy.model_executor.ops.reference_weights import to_float32
 from fastdeploy.model_executor.ops.vocabulary import LogprobBatch

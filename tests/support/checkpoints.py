@@ -388,6 +388,11 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def is_bfloat16(spec: Spec, name: str) -> bool:
+    """Whether a checkpoint has this tensor as bfloat16. Published ones have the router in float32."""
+    return spec.dtype == BFLOAT16 and not name.endswith(("mlp.gate.weight", "e_score_correction_bias"))
+
+
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], **names: str) -> None:
     """float32, float16, int8, uint8, or bfloat16 given as uint16."""
     names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"} | names
@@ -413,7 +418,7 @@ def write_checkpoint(folder: Path, spec: Spec, tensors: dict[str, np.ndarray] | 
     (folder / "config.json").write_text(json.dumps(config_json(spec), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     tensors = random_tensors(spec) if tensors is None else tensors
-    stored = {name: bfloat16_bits(a) if spec.dtype == BFLOAT16 else a for name, a in tensors.items()}
+    stored = {name: bfloat16_bits(a) if is_bfloat16(spec, name) else a for name, a in tensors.items()}
     if spec.shards == 1:
         write_safetensors(folder / "model.safetensors", stored)
         return folder

@@ -8,15 +8,8 @@ from dataclasses import replace
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import (
-    AttentionBatch,
-    AttentionBlock,
-    AttentionSpec,
-    DecoderLayer,
-    LoraPart,
-    MlpBlock,
-    PackedAdapter,
-)
+from fastdeploy.model_executor.ops.blocks import AttentionBlock, AttentionSpec, DecoderLayer, MlpBlock
+from fastdeploy.model_executor.ops.interface import AttentionBatch, LoraPart, PackedAdapter
 
 BLOCK = 16
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import fingerprint, over_all
+from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.core.weight_source import FileSource, PartFormat
 from support.checkpoints import bfloat16_bits, write_safetensors
 
@@ -17,8 +18,10 @@ State = dict[str, np.ndarray]
 
 
 def state_of(tensors: Mapping[str, np.ndarray], dtype: str) -> State:
-    """Return float32 tensors in the serving dtype."""
-    return {name: bfloat16_bits(array) if dtype == "bfloat16" else array for name, array in tensors.items()}
+    """Return float32 tensors in the dtype in which an engine of ``dtype`` serves each."""
+    return {
+        name: bfloat16_bits(array) if dtype_of(name, dtype) == "bfloat16" else array for name, array in tensors.items()
+    }
 
 
 def widened(array: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import AttentionSpec, DecoderLayer, LatentAttentionBlock
+from fastdeploy.model_executor.ops.blocks import AttentionSpec, DecoderLayer, LatentAttentionBlock
 from tests.support.decoder_layers import BLOCK
 
 # hidden, heads, plain, rotary, latent, value, inner (0: no q_a), interleaved

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from support.checkpoints import BFLOAT16, Spec, bfloat16_bits, config_json, random_tensors, write_safetensors
+from support.checkpoints import (
+    BFLOAT16,
+    Spec,
+    bfloat16_bits,
+    config_json,
+    is_bfloat16,
+    random_tensors,
+    write_safetensors,
+)
 
 Tensors = dict[str, np.ndarray]
 FASTDEPLOY = {"ernie4_5": "ernie", "ernie4_5_moe": "ernie", "qwen2": "qwen2"}  # prefixes of its models
@@ -20,7 +28,7 @@ EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(\w+)\.weight")
 def stored(spec: Spec, tensors: Tensors) -> Tensors:
     """float32 -> the spec's dtype; bfloat16 as uint16."""
     if spec.dtype == BFLOAT16:
-        return {name: bfloat16_bits(array) for name, array in tensors.items()}
+        return {name: bfloat16_bits(a) if is_bfloat16(spec, name) else a for name, a in tensors.items()}
     return {name: array.astype(spec.dtype) for name, array in tensors.items()}
 
 

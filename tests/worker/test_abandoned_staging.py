@@ -86,7 +86,9 @@ def test_memory_that_a_hanging_add_may_write_to_is_never_used_again(make_runner,
 def test_an_add_that_works_ends_early_when_it_is_abandoned(make_runner, hung_add, monkeypatch):
     runner, stops = make_runner("qwen2"), list[int]()
     stage = runner.ops.stage
-    monkeypatch.setattr(runner.ops, "stage", lambda items, stop: stops.append(int(stop[0])) or stage(items, stop))
+    monkeypatch.setattr(
+        runner.ops, "stage", lambda items, stop, dtype: stops.append(int(stop[0])) or stage(items, stop)
+    )
     staging, _, end = hung_add(runner, "in a read")
     staging.abandon()
     end()

@@ -100,9 +100,9 @@ def test_large_payloads_are_freed_once_they_are_applied(make_trainer, monkeypatc
     trainer = make_trainer()
     apply, seen = trainer.runner.ops.apply_deltas, []
 
-    def watched(items, stop):
+    def watched(items, stop, dtype):
         seen.extend(weakref.ref(item.payload) for item in items)
-        return apply(items, stop)
+        return apply(items, stop, dtype)
 
     monkeypatch.setattr(trainer.runner.ops, "apply_deltas", watched)
     new = trainer.next_state(EMBEDDING, share=2)
@@ -342,7 +342,7 @@ def test_memory_that_an_abandoned_add_may_write_to_is_never_used_again(make_trai
     runner.refresh_standby()
     entered, mended, apply, errors = threading.Event(), threading.Event(), ops.apply_deltas, []
 
-    def hang(items, stop):
+    def hang(items, stop, dtype):
         entered.set()
         assert mended.wait(60)
         return apply(items, np.zeros(1, np.int32))  # writes all the same

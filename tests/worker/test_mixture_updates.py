@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FileSource, FolderSource
+from fastdeploy.model_executor.safetensors_source import open_source
 from support.checkpoints import SPECS, random_tensors, write_checkpoint
 from support.delta_trainer import Trainer
 from support.deltas import write_delta
@@ -87,6 +88,27 @@ def test_deltas_of_experts_make_the_weights_of_the_trainer_in_turn(dtype, make_r
             runner.refresh_standby()
     trainer.publish(trainer.next_state(LAYER + "gate.e_score_correction_bias"))
     trainer.check()
+
+
+def test_the_bias_of_a_router_is_float32_in_a_bfloat16_engine(make_runner, part, tmp_path):
+    """bfloat16 has steps of 0.25 at 34.5, and makes all values of the bias equal."""
+    name, spec = LAYER + "gate.e_score_correction_bias", replace(GLM, dtype="bfloat16")
+    biases = [(34.5 + np.random.default_rng(seed).normal(0, 0.05, 8)).astype(np.float32) for seed in range(3)]
+    runner = make_runner(write_checkpoint(tmp_path / "bf16", spec, random_tensors(spec) | {name: biases[0]}))
+    served = {str(outputs(runner))}
+    update(runner, part({name: biases[1]}), partial=True)
+    assert runner.checksums()[name] == sha(biases[1])
+    staging = runner.begin_update(False, delta=True)
+    source, form = write_delta(tmp_path / "delta", {name: biases[1]}, {name: biases[2]})
+    staging.add(source, {}, form=form)
+    runner.commit(staging.finish().weights)
+    np.testing.assert_array_equal(runner.weights.layers[1].blocks[1].routing.bias.numpy(), biases[2])
+    served.add(str(outputs(runner)))
+    assert len(served) == 2
+    runner.export(str(tmp_path / "export"))
+    with open_source(FileSource(str(tmp_path / "export"))) as reader:
+        np.testing.assert_array_equal(reader.read(name), biases[2])
+        assert {entry.dtype for one, entry in reader.entries.items() if not one.endswith("bias")} == {"BF16"}
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -128,7 +128,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(make_runner, tmp_path, 
     folder = _write(tmp_path / "shrinks")
     read = runner.ops.stage
 
-    def shrink_then_read(items, stop):
+    def shrink_then_read(items, stop, dtype):
         os.truncate(folder / SINGLE, 2000)
         return read(items, stop)
 

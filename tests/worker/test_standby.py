@@ -13,7 +13,8 @@ from fastdeploy.core import delta_format
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Region
+from fastdeploy.model_executor.ops.blocks import PackedLinear
+from fastdeploy.model_executor.ops.interface import DeltaItem, Region
 from fastdeploy.model_executor.parameters import linear, vector
 from fastdeploy.worker import standby as standby_module
 from fastdeploy.worker.model_runner import ModelRunner

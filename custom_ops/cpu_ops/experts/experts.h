@@ -1,4 +1,4 @@
-// A mixture of experts: the structures of a block, with the fields of the classes of these names in ops/interface.py,
+// A mixture of experts: the structures of a block, with the fields of the classes of these names in ops/blocks.py,
 // in the same order.
 #pragma once
 

@@ -14,8 +14,8 @@
 namespace fd {
 namespace FD_ISA {
 
-constexpr uint16_t kOwnChoice = 0xffff;  // OWN_CHOICE of ops/interface.py
-constexpr int64_t kMaxGroups = 64;       // MAX_GROUPS of ops/interface.py
+constexpr uint16_t kOwnChoice = 0xffff;  // OWN_CHOICE of ops/blocks.py
+constexpr int64_t kMaxGroups = 64;       // MAX_GROUPS of ops/blocks.py
 
 // A router, and memory for one row: scores and ranks [experts rounded up to 16].
 class Router {

@@ -1,4 +1,5 @@
-// The rate of AMX tiles with all operands in registers, for benchmarks/ops.py, and parts of the kernels for their tests.
+// The rate of AMX tiles with all operands in registers, for benchmarks/ops.py, and parts of the kernels for their
+// tests.
 #include <immintrin.h>
 
 #include "kernels.h"

@@ -30,8 +30,8 @@ void end_workers();
 // Divides [0, n) into pieces of at most `grain` items and calls fn once on each thread that takes part (a thread that
 // wakes up late does not). When this returns, no thread is in fn any more. Each thread starts on a contiguous share, so
 // that weights are read in order. The calling thread runs the whole job as one piece if it is no more than one piece,
-// if it is in a job itself, or if the pool is busy with the job of another caller. If fn throws on any thread, the first exception is thrown
-// here.
+// if it is in a job itself, or if the pool is busy with the job of another caller. If fn throws on any thread, the
+// first exception is thrown here.
 void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context);
 
 // Calls body(pieces) on each thread: for work that keeps something (tile registers, a pending result) between pieces.

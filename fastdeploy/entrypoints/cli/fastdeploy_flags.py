@@ -11,7 +11,7 @@ from fastdeploy.entrypoints.cli.foreign import Foreign, Form, differs, no_effect
 SWITCH, TOGGLE, MANY = Form.SWITCH, Form.TOGGLE, Form.MANY
 ONE_ENGINE = "an engine computes on one CPU; `fastdeploy fleet --replicas N` starts many behind one address"
 NO_SPLIT = "prefill and decode are done by the same engine; leave it out"
-NO_MIXTURE = "models without experts only"
+ONE_WAY = "one process computes all experts, in one way"
 NO_IMAGES = "requests hold text only"
 NO_REDIS = "of the global scheduler, which is not here"
 SOCKETS = "processes talk over Unix sockets; no port is opened"
@@ -156,7 +156,7 @@ FLAGS: tuple[Foreign, ...] = (
     refused("enable_early_stop", "no early stop; set `stop` or a penalty in the request", "false", form=SWITCH),
     refused("early_stop_config", "no early stop; set `stop` or a penalty in the request", "{}", "null"),
     no_effect("lm_head_fp32", "sums and logits are always in float32", SWITCH),
-    no_effect("moe_gate_fp32", NO_MIXTURE, SWITCH),
+    no_effect("moe_gate_fp32", ONE_WAY, SWITCH),
     refused(
         "logits_processors",
         "no code is loaded. Taken: `LogitBiasLogitsProcessor`, `ThinkingBudgetLogitsProcessor`, which are always there",
@@ -173,20 +173,20 @@ FLAGS: tuple[Foreign, ...] = (
     no_effect("disable_custom_all_reduce", "an engine is one process", SWITCH),
     no_effect("enable_flashinfer_allreduce_fusion", "an engine is one process", SWITCH),
     no_effect("shutdown_comm_group_if_worker_idle", "an engine is one process", TOGGLE),
-    no_effect("use_internode_ll_two_stage", NO_MIXTURE, SWITCH),
-    no_effect("disable_sequence_parallel_moe", NO_MIXTURE, SWITCH),
-    no_effect("enable_expert_parallel", NO_MIXTURE, SWITCH),
-    no_effect("enable_eplb", NO_MIXTURE, SWITCH),
-    no_effect("eplb_config", NO_MIXTURE),
+    no_effect("use_internode_ll_two_stage", ONE_WAY, SWITCH),
+    no_effect("disable_sequence_parallel_moe", ONE_WAY, SWITCH),
+    no_effect("enable_expert_parallel", ONE_WAY, SWITCH),
+    no_effect("enable_eplb", ONE_WAY, SWITCH),
+    no_effect("eplb_config", ONE_WAY),
     differs(
         "routing_replay_config",
         "`routing_store_type` `response` is `--enable-return-routed-experts`; no store of files, and none by RDMA",
         _routing,
     ),
-    no_effect("enable_chunked_moe", NO_MIXTURE, SWITCH),
-    no_effect("chunked_moe_size", NO_MIXTURE),
-    no_effect("ep_prefill_use_worst_num_tokens", NO_MIXTURE, SWITCH),
-    no_effect("enable_moe_scores_elementwise_fuse", NO_MIXTURE, SWITCH),
+    no_effect("enable_chunked_moe", ONE_WAY, SWITCH),
+    no_effect("chunked_moe_size", ONE_WAY),
+    no_effect("ep_prefill_use_worst_num_tokens", ONE_WAY, SWITCH),
+    no_effect("enable_moe_scores_elementwise_fuse", ONE_WAY, SWITCH),
     # Memory and steps
     differs("max_num_seqs", "32, and not 8, without it"),
     same("num_gpu_blocks_override"),

@@ -230,7 +230,9 @@ def sampling_of(
 def routing_asked(context: ServingContext, body: GenerationBody) -> Asked | None:
     """Return how the reply to ``body`` has the routing of tokens; None = not at all."""
     if body.routed_experts:
-        return Asked(Form.NATIVE, "routed_experts", "routed_experts_start", body.routed_experts_start or 0)
+        vllms = body.routed_experts_start is None and body.routed_experts_prompt_start is not None
+        field = "routed_experts_prompt_start" if vllms else "routed_experts_start"
+        return Asked(Form.NATIVE, "routed_experts", field, getattr(body, field) or 0)
     if body.return_routed_experts:
         start = body.routed_experts_start_len or 0
         return Asked(Form.SGLANG, "return_routed_experts", "routed_experts_start_len", start)

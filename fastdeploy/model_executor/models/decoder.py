@@ -14,7 +14,7 @@ import paddle
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, rope_settings
 from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
-from fastdeploy.model_executor.ops.interface import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
+from fastdeploy.model_executor.ops.blocks import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
 
 
@@ -83,7 +83,9 @@ def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> np.ndarray:
     """Return the frequencies of YaRN, float32 [head_dim // 2]: those of :func:`rope_frequencies` for short waves, of
     which more than beta_fast periods fit into the original context; divided by ``factor`` for long ones, of which fewer
     than beta_slow fit; and between the two interpolated linearly in the dimension. The formula is that of "yarn" in
-    modeling_rope_utils.py of transformers."""
+    modeling_rope_utils.py of transformers. Raises InvalidField for a theta of at most 1, which has no long waves."""
+    if theta <= 1:
+        raise InvalidField("rope_theta", f"expected more than 1 with YaRN, got {theta:g}")
 
     def dimension(periods: float) -> float:
         waves = yarn.original_max_position_embeddings / (periods * 2 * math.pi)

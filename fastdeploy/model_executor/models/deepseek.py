@@ -28,7 +28,8 @@ from fastdeploy.model_executor.models.decoder import (
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
-from fastdeploy.model_executor.ops.interface import Ops, RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
+from fastdeploy.model_executor.ops.interface import Ops
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 DEFAULTS = {

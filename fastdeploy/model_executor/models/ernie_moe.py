@@ -12,7 +12,8 @@ from fastdeploy.model_executor.models.ernie import MORE_TOKENS, refuse_other_val
 from fastdeploy.model_executor.models.ernie import PLAIN_VALUES as DENSE_VALUES
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
-from fastdeploy.model_executor.ops.interface import Ops, RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
+from fastdeploy.model_executor.ops.interface import Ops
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -10,7 +10,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     MAX_GROUPS,
     OWN_CHOICE,
     Activation,

@@ -23,7 +23,8 @@ from fastdeploy.model_executor.model_config import (
 )
 from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, Rope, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
-from fastdeploy.model_executor.ops.interface import Activation, Ops
+from fastdeploy.model_executor.ops.blocks import Activation
+from fastdeploy.model_executor.ops.interface import Ops
 
 GELU = "gelu_pytorch_tanh"
 DEFAULTS = {

@@ -19,7 +19,8 @@ from fastdeploy.model_executor.model_config import (
 from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
-from fastdeploy.model_executor.ops.interface import Ops, RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
+from fastdeploy.model_executor.ops.interface import Ops
 
 DEFAULTS = {
     "num_key_value_heads": 8,

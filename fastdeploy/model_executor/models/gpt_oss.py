@@ -29,7 +29,8 @@ from fastdeploy.model_executor.models.decoder import (
 )
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
-from fastdeploy.model_executor.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Ops, RouterScore
+from fastdeploy.model_executor.ops.blocks import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, RouterScore
+from fastdeploy.model_executor.ops.interface import Ops
 
 YARN = "yarn"
 DEFAULTS = {

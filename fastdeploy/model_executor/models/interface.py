@@ -11,15 +11,13 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.ops.blocks import Block, DecoderLayer, PackedLinear
 from fastdeploy.model_executor.ops.interface import (
     AdapterRows,
     AttentionBatch,
-    Block,
-    DecoderLayer,
     KVCache,
     Ops,
     PackedAdapter,
-    PackedLinear,
     PackedLora,
     Routing,
 )

@@ -10,7 +10,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import MAX_HEAD_DIM, ModelConfig, count
 from fastdeploy.model_executor.models.decoder import Rope
 from fastdeploy.model_executor.models.interface import norm_weight
-from fastdeploy.model_executor.ops.interface import AttentionSpec, Block, LatentAttentionBlock
+from fastdeploy.model_executor.ops.blocks import AttentionSpec, Block, LatentAttentionBlock
 from fastdeploy.model_executor.parameters import Parameter, Use, Value, as_linear, linear, vector
 
 MULTIPLE = 16  # of the sizes of a head: a packed weight has whole tiles of columns for each head

@@ -11,7 +11,8 @@ from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, ro
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.qwen import refuse_sliding_windows
-from fastdeploy.model_executor.ops.interface import Ops, RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
+from fastdeploy.model_executor.ops.interface import Ops
 
 DEFAULTS = {
     "num_key_value_heads": 4,

@@ -11,6 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import paddle
 
+from fastdeploy.model_executor.ops.blocks import (
+    ATTENTIONS,
+    AttentionSpec,
+    DecoderLayer,
+    LatentAttentionBlock,
+    PackedLinear,
+)
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Limits,
     adapter_rows,
@@ -46,17 +53,12 @@ from fastdeploy.model_executor.ops.cpu_library import (
     lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
-    ATTENTIONS,
     AdapterRows,
     AttentionBatch,
-    AttentionSpec,
-    DecoderLayer,
     DeltaItem,
     KVCache,
-    LatentAttentionBlock,
     LoraPart,
     PackedAdapter,
-    PackedLinear,
     Routing,
     StageItem,
     StageResult,
@@ -154,15 +156,16 @@ class CpuOps:
         assert bias.dtype == np.float32 and bias.flags.c_contiguous and first + len(bias) <= weight.out_features
         self._lib.fd_set_bias(handle_of(weight), address(bias), first, len(bias))
 
-    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return self._stage(self._lib.fd_stage, StageItemArgs, [stage_item(item) for item in items], stop)
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return self._stage(self._lib.fd_stage, StageItemArgs, [stage_item(item) for item in items], stop, dtype)
 
-    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return self._stage(self._lib.fd_apply_deltas, DeltaItemArgs, [delta_item(item) for item in items], stop)
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return self._stage(self._lib.fd_apply_deltas, DeltaItemArgs, [delta_item(item) for item in items], stop, dtype)
 
-    def _stage(self, op: Any, kind: Any, items: list[Any], stop: np.ndarray) -> list[StageResult]:
+    def _stage(self, op: Any, kind: Any, items: list[Any], stop: np.ndarray, dtype: str) -> list[StageResult]:
+        bf16 = self._bf16 and dtype != "float32"
         results = (StageResultArgs * len(items))()
-        self._check(op(self._bf16, (kind * len(items))(*items), len(items), stop_flag(stop), results))
+        self._check(op(bf16, (kind * len(items))(*items), len(items), stop_flag(stop), results))
         return [stage_result(result) for result in results]
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:

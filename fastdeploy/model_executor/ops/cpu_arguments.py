@@ -11,6 +11,15 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.fingerprint import ZERO, Fingerprint
+from fastdeploy.model_executor.ops.blocks import (
+    BLOCKS,
+    OWN_CHOICE,
+    AttentionSpec,
+    Block,
+    DecoderLayer,
+    ExpertsBlock,
+    RouterSpec,
+)
 from fastdeploy.model_executor.ops.cpu_library import (
     BLOCK_ARGS,
     AttentionSpecArgs,
@@ -27,19 +36,12 @@ from fastdeploy.model_executor.ops.cpu_library import (
     address,
 )
 from fastdeploy.model_executor.ops.interface import (
-    BLOCKS,
-    OWN_CHOICE,
     AdapterRows,
     AttentionBatch,
-    AttentionSpec,
-    Block,
-    DecoderLayer,
     DeltaItem,
-    ExpertsBlock,
     KVCache,
     Problem,
     Region,
-    RouterSpec,
     Routing,
     StageItem,
     StageResult,

@@ -19,19 +19,15 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     BLOCKS,
     Activation,
     AttentionSpec,
-    KVCache,
-    LoraPart,
-    PackedAdapter,
     PackedLinear,
-    PackedLora,
-    Region,
     RouterScore,
     RouterSpec,
 )
+from fastdeploy.model_executor.ops.interface import KVCache, LoraPart, PackedAdapter, PackedLora, Region
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "avx512_bf16", "amx")

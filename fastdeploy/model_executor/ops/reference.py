@@ -13,27 +13,30 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     ATTENTIONS,
     Activation,
-    AdapterRows,
-    AttentionBatch,
     AttentionBlock,
     AttentionSpec,
     DecoderLayer,
-    DeltaItem,
     ExpertsBlock,
-    KVCache,
     LatentAttentionBlock,
-    LoraPart,
     MlpBlock,
-    PackedAdapter,
     PackedLinear,
+)
+from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
+    AttentionBatch,
+    DeltaItem,
+    KVCache,
+    LoraPart,
+    PackedAdapter,
     Routing,
     StageItem,
     StageResult,
 )
 from fastdeploy.model_executor.ops.reference_experts import gated_mlp, mixture
+from fastdeploy.model_executor.ops.reference_sampling import draw, inside, scores
 from fastdeploy.model_executor.ops.reference_tiles import (
     LoraRows,
     attend,
@@ -104,11 +107,11 @@ class ReferenceOps:
         assert isinstance(weight, ReferenceLinear) and weight.bias is not None
         weight.bias[first : first + len(bias)] = paddle.to_tensor(bias)
 
-    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return stage(self, items, stop)
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return stage(items, stop, dtype or self.dtype)
 
-    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return apply_deltas(self, items, stop)
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray, dtype: str = "") -> list[StageResult]:
+        return apply_deltas(self, items, stop, dtype or self.dtype)
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
         assert isinstance(target, ReferenceLinear) and isinstance(source, ReferenceLinear)
@@ -354,7 +357,7 @@ class ReferenceOps:
             values = values.copy()
             masks.apply(values)
         for i, row in enumerate(values):
-            drawn[i], kept = _draw(row, batch, i)
+            drawn[i], kept = draw(row, batch, i)
             if cutoff is not None:
                 cutoff.logits[i], cutoff.ids[i] = kept
         return drawn
@@ -367,13 +370,13 @@ class ReferenceOps:
         for i, row in enumerate(rows):
             if not np.isfinite(row.max()):
                 continue
-            values = _scores(row, batch, i)
+            values = scores(row, batch, i)
             chosen[i], ranks[i] = values[batch.token_ids[i]], 1 + (row > row[batch.token_ids[i]]).sum()
             if batch.other_ids is not None and batch.other_ends is not None:
                 here = slice(batch.other_ends[i - 1] if i else 0, batch.other_ends[i])
                 asked = batch.other_ids[here]
-                others[here] = np.where(np.isin(asked, _inside(row, batch.cutoff, i)), values[asked], -np.inf)
-            order = _inside(row, batch.cutoff, i)
+                others[here] = np.where(np.isin(asked, inside(row, batch.cutoff, i)), values[asked], -np.inf)
+            order = inside(row, batch.cutoff, i)
             order = order[np.argsort(-row[order], kind="stable")][:top]
             ids[i, : len(order)], best[i, : len(order)] = order, values[order]
         return TokenLogprobs(chosen, best, ids, ranks, others)
@@ -393,44 +396,3 @@ def _picked(rows: np.ndarray | None, *tensors: paddle.Tensor) -> list[paddle.Ten
     if rows is None:
         return list(tensors)
     return [paddle.index_select(tensor, paddle.to_tensor(rows)) for tensor in tensors]
-
-
-def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> tuple[int, tuple[float, int]]:
-    """Draw one token id from one row of logits in float64; see ``Ops.sample``. Returns it and the cutoff."""
-    everything = -np.inf, len(row)
-    if not np.isfinite(row.max()):  # numpy returns NaN as the largest value
-        return -1, everything
-    if batch.temperature[i] == 0:
-        return int(row.argmax()), everything
-    scaled = row.astype(np.float64) / batch.temperature[i]
-    probabilities = np.exp(scaled - scaled.max())
-    top_k, top_p, min_p = int(batch.top_k[i]), float(batch.top_p[i]), float(batch.min_p[i])
-    limited = 0 < top_k < len(row) or top_p < 1.0
-    if limited:
-        order = np.argsort(-scaled, kind="stable")[: top_k or None]
-        mass = np.cumsum(probabilities[order])
-        kept = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1] if top_p < 1.0 else order
-        probabilities = np.where(np.isin(np.arange(len(row)), kept), probabilities, 0.0)
-    if min_p > 0.0:
-        probabilities = np.where(probabilities >= min_p * probabilities.max(), probabilities, 0.0)
-    cumulative = np.cumsum(probabilities)
-    # side="right" never finds a token of probability 0. The minimum is needed where uniform * total rounds up to total.
-    drawn = int(np.searchsorted(cumulative, batch.uniform[i] * cumulative[-1], side="right"))
-    left = np.flatnonzero(probabilities)
-    least = left[row[left] == row[left].min()][-1]  # the last of the kept, best first
-    cutoff = (float(row[least]), int(least)) if limited or min_p > 0.0 else everything
-    return min(drawn, int(left[-1])), cutoff
-
-
-def _inside(row: np.ndarray, cutoff: Cutoff | None, i: int) -> np.ndarray:
-    """Return the ids of row ``i`` that have a probability, ascending."""
-    return np.flatnonzero(row > -np.inf) if cutoff is None else cutoff.kept(i, row)
-
-
-def _scores(row: np.ndarray, batch: LogprobBatch, i: int) -> np.ndarray:
-    """Return the log softmax of row ``i``, whose largest logit is finite, in float64."""
-    values = row.astype(np.float64)
-    if batch.temperature is not None:
-        values = (row - row.max()).astype(np.float64) / batch.temperature[i]
-    inside = values[_inside(row, batch.cutoff, i)]
-    return values - (inside.max() + np.log(np.exp(inside - inside.max()).sum()))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     OWN_CHOICE,
     Activation,
     ExpertsBlock,

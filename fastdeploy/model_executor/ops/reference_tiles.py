@@ -8,16 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import (
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-    Activation,
-    AdapterRows,
-    AttentionBatch,
-    AttentionSpec,
-    PackedLinear,
-    PackedLora,
-)
+from fastdeploy.model_executor.ops.blocks import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, AttentionSpec, PackedLinear
+from fastdeploy.model_executor.ops.interface import AdapterRows, AttentionBatch, PackedLora
 from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear, ReferenceLora, quantized
 
 ROWS = 16  # of a tile

@@ -87,17 +87,17 @@ def to_float32(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
-def stage(ops: Ops, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+def stage(items: Sequence[StageItem], stop: np.ndarray, dtype: str) -> list[StageResult]:
     """See ``Ops.stage``."""
-    return [_stage(ops, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+    return [_stage(item, dtype) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
 
 
-def apply_deltas(ops: Ops, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+def apply_deltas(ops: Ops, items: Sequence[DeltaItem], stop: np.ndarray, dtype: str) -> list[StageResult]:
     """See ``Ops.apply_deltas``."""
-    return [_apply(ops, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+    return [_apply(ops, item, dtype) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
 
 
-def _stage(ops: Ops, item: StageItem) -> StageResult:
+def _stage(item: StageItem, dtype: str) -> StageResult:
     region, kind = item.region, DTYPES[item.dtype]
     nbytes = region.rows * region.columns * kind.itemsize
     if item.view is not None:
@@ -114,7 +114,7 @@ def _stage(ops: Ops, item: StageItem) -> StageResult:
     source = np.frombuffer(raw, kind)
     if item.view is not None:
         source = source[_index_in(item.view, region)].reshape(-1)
-    values = _in_dtype(source, ops.dtype)
+    values = _in_dtype(source, dtype)
     if not _finite(values):
         return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
     _write(region, values)
@@ -127,9 +127,9 @@ def _index_in(view: View, region: Region) -> np.ndarray:
     return columns * view.stride + rows // view.run * view.step + rows % view.run
 
 
-def _apply(ops: Ops, item: DeltaItem) -> StageResult:
+def _apply(ops: Ops, item: DeltaItem, dtype: str) -> StageResult:
     region = item.region
-    old = _read(ops, region)
+    old = _read(ops, region, dtype)
     try:
         index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
     except ValueError:
@@ -143,10 +143,10 @@ def _apply(ops: Ops, item: DeltaItem) -> StageResult:
     return StageResult(change(index, old[index], values))
 
 
-def _read(ops: Ops, region: Region) -> np.ndarray:
-    """Return the values of a region, flat, in the dtype of the ops."""
+def _read(ops: Ops, region: Region, dtype: str) -> np.ndarray:
+    """Return the values of a region, flat, in this dtype: that of the ops for a linear."""
     if region.vector is not None:
-        return _in_dtype(region.vector.copy(), ops.dtype)
+        return _in_dtype(region.vector.copy(), dtype)
     assert region.linear is not None
     rows = ops.unpack_linear(region.linear, region.first_row, region.first_row + region.rows)
     if region.experts:  # [experts, gate or up, row of it, column]

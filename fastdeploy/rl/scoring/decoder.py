@@ -14,7 +14,7 @@ import paddle
 import paddle.nn.functional as F
 
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import (
+from fastdeploy.model_executor.ops.blocks import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     Activation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import paddle
 
-from fastdeploy.model_executor.ops.interface import PackedLinear
+from fastdeploy.model_executor.ops.blocks import PackedLinear
 from fastdeploy.model_executor.parameters import Parameter, Value
 
 

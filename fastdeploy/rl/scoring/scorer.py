@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.serving_dtype import widen
+from fastdeploy.core.serving_dtype import dtype_of, widen
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.checkpoint_layout import describe
 from fastdeploy.model_executor.models import build_model, load_config
@@ -26,7 +26,7 @@ from fastdeploy.rl.scoring.backward import Backward
 from fastdeploy.rl.scoring.distribution import Distribution, SamplingMasks, checked_masks
 from fastdeploy.rl.scoring.engine_forward import EngineForward
 from fastdeploy.rl.scoring.samples import Ids, RoutedRows, Sample, checked_samples, with_routing
-from fastdeploy.worker.part_reading import refusal
+from fastdeploy.worker.part_reading import by_dtype, refusal
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import StandbyCopy
 
@@ -68,20 +68,24 @@ class Packer:
         ops, loan = self._model.ops, self._standby.lend()
         values = StagedValues(self._model, loan)
         sources = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in parameters.items()}
-        items = [
-            StageItem(values.region(name), "F32", 0, memory=source.reshape(-1).view(np.uint8))
+        items = {
+            name: StageItem(values.region(name), "F32", 0, memory=source.reshape(-1).view(np.uint8))
             for name, source in sources.items()
-        ]
-        for name, result in zip(sources, ops.stage(items, NEVER_STOPPED), strict=True):
-            if result.problem is not None:
-                self._standby.give_back(loan)
-                raise refusal(name, "the parameters", result, ops.dtype)
+        }
+        for dtype, some in by_dtype(items, ops.dtype):
+            for name, result in zip(some, ops.stage(list(some.values()), NEVER_STOPPED, dtype), strict=True):
+                if result.problem is not None:
+                    self._standby.give_back(loan)
+                    raise refusal(name, "the parameters", result, dtype)
         packed = self._model.assemble(values.complete(sources, {}, NEVER_STOPPED))
         old = {} if self._serving is None else self._serving.values
         self._standby.commit(loan, old, packed.values, {})
         self._serving = packed
         with paddle.no_grad():
-            rounded = {name: paddle.to_tensor(source).astype(DTYPES[ops.dtype]) for name, source in sources.items()}
+            rounded = {
+                name: paddle.to_tensor(source).astype(DTYPES[dtype_of(name, ops.dtype)])
+                for name, source in sources.items()
+            }
         return Snapshot(rounded, packed)
 
 

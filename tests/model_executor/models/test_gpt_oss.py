@@ -60,7 +60,7 @@ def test_gpt_oss_has_the_defaults_of_transformers():
     assert (config.mixture.experts, config.mixture.top_k, config.mixture.layers) == (128, 4, (0, 1, 2))
     assert config.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
     assert (config.sliding_window, config.attention_bias) == (128, True)
-    assert config.yarn == (32.0, 32.0, 1.0, 4096, False, 0.1 * np.log(32) + 1)
+    assert config.yarn == (32.0, 32.0, 1.0, 4096, False, 0.1 * np.log(32) + 1, 0.0)
 
 
 def test_the_default_rotary_embedding_and_layers_without_a_window_are_read():
@@ -89,6 +89,11 @@ def test_yarn_keeps_short_waves_and_divides_long_ones():
     waves = 64 * plain / (2 * np.pi)  # periods in the original context
     np.testing.assert_array_equal(found[waves > 8], plain[waves > 8])
     np.testing.assert_allclose(found[waves < 0.5], plain[waves < 0.5] / 8, rtol=1e-6)
+
+
+def test_a_base_of_yarn_that_has_no_long_waves_is_refused():
+    with pytest.raises(InvalidField, match="rope_theta"):
+        build_model(parse_config(GPT_OSS | {"rope_theta": 1.0}), ReferenceOps("float32"), 64)
 
 
 def test_the_tensors_have_the_names_and_shapes_of_the_checkpoint():

@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec
+from fastdeploy.model_executor.ops.blocks import AttentionSpec
+from fastdeploy.model_executor.ops.interface import AttentionBatch
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 
 MAX_LEN = 4096
@@ -98,6 +99,22 @@ def tolerance(isa: str, dtype: str) -> float:
     if dtype == "float32":
         return 2e-5
     return 2e-2 if isa in ("avx512_bf16", "amx") else 5e-3
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)  # without norms, and with norms
+def test_a_rotation_of_a_part_of_each_head_agrees_with_the_reference(
+    ops, reference, isa, dtype, rng, shape, interleaved
+):
+    spec, lengths = make_spec(rng, shape), [1, 17, 40]
+    tables = {"rope_cos": spec.rope_cos[:, :6].clone(), "rope_sin": spec.rope_sin[:, :6].clone()}
+    spec = spec._replace(rotary_dim=12, interleaved=interleaved, **tables)
+    sequences, cuts = Sequences(rng, shape, lengths), [[n] for n in lengths]
+    found, expected = sequences.run(ops, spec, cuts), sequences.run(reference, spec, cuts)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance(isa, dtype))
+    whole = sequences.run(reference, spec._replace(rotary_dim=2 * 6, interleaved=1 - interleaved), cuts)
+    assert np.abs(whole[2] - expected[2]).max() > 0.1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import ZERO, fingerprint
+from fastdeploy.model_executor.ops.blocks import PackedLinear
 from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, PackedLinear, Problem, Region, StageResult
+from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, Problem, Region, StageResult
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
 
 GO_ON = np.zeros(1, np.int32)

@@ -8,14 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import (
-    OWN_CHOICE,
-    DecoderLayer,
-    ExpertsBlock,
-    RouterScore,
-    RouterSpec,
-    Routing,
-)
+from fastdeploy.model_executor.ops.blocks import OWN_CHOICE, DecoderLayer, ExpertsBlock, RouterScore, RouterSpec
+from fastdeploy.model_executor.ops.interface import Routing
 from tests.support.decoder_layers import SHAPES, Layer, make_batch
 
 EXPERTS, HIDDEN, INNER, TOP_K = 12, 64, 48, 3
@@ -117,6 +111,21 @@ def test_forced_experts_give_the_bits_of_the_own_choice_and_others_give_theirs(o
         np.testing.assert_array_equal(found[4], own[4])
         assert (found[:4:2] != own[:4:2]).any(axis=1).all()
         np.testing.assert_array_equal(told.experts[changed != OWN_CHOICE], changed[changed != OWN_CHOICE])
+
+
+def test_weights_are_divided_by_their_sum_or_by_the_least_divisor(ops, reference, rng):
+    x = rng.standard_normal((5, HIDDEN)).astype(np.float32)
+    for one in (ops, reference):
+        found = []
+        for least in (1e-12, 2.0):  # the sum is at most 1
+            mixture = Mixture(np.random.default_rng(3), SPECS["softmax, normalised"]._replace(norm_min=least))
+            layer = mixture.on(one)
+            attended = mixture.run(one, DecoderLayer(layer.blocks[:1]), x)
+            found.append(mixture.run(one, layer, x) - attended)
+        plain = Mixture(np.random.default_rng(3), SPECS["softmax"])
+        raw = plain.run(one, plain.on(one), x) - attended
+        np.testing.assert_allclose(found[1], raw / 2, atol=1e-2 if one.dtype == "bfloat16" else 1e-5)
+        assert np.abs(found[0] - raw).max() > 1e-3
 
 
 def test_of_equal_ranks_the_lower_expert_is_chosen_first(ops, reference, rng):

@@ -16,7 +16,7 @@ from fastdeploy.model_executor.models.glm_moe import GlmMoeConfig
 from fastdeploy.model_executor.models.gpt_oss import GptOssConfig
 from fastdeploy.model_executor.models.llama import LlamaConfig
 from fastdeploy.model_executor.models.mistral import MistralConfig
-from fastdeploy.model_executor.ops.interface import RouterScore
+from fastdeploy.model_executor.ops.blocks import RouterScore
 
 Tensors = dict[str, paddle.Tensor]
 
@@ -33,15 +33,14 @@ def plain_logprobs(
     a config that is not known here. routing: of each sequence, the experts of each token but the last, [tokens - 1,
     experts layers, top_k]; None: those with the highest scores."""
     config = load_config(folder)
-    turned_dims = config.rotary_dim if isinstance(config, GlmMoeConfig) else config.head_dim
     deepseek = config if isinstance(config, DeepseekConfig) else None
-    if deepseek is not None:
-        turned_dims = deepseek.latent.qk_rope_head_dim
+    turned_dims = config.rotary_dim if isinstance(config, GlmMoeConfig) else config.head_dim
+    turned_dims = turned_dims if deepseek is None else deepseek.latent.qk_rope_head_dim
     frequencies = rope_frequencies(turned_dims, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
     neighbours = isinstance(config, ErnieConfig | ErnieMoeConfig)  # of which the pairs are rotated
-    neighbours = neighbours or (deepseek is not None and deepseek.rope_interleave)
+    neighbours = neighbours if deepseek is None else deepseek.rope_interleave
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
     ropes = [rope_tables(frequencies, 512)] * config.num_hidden_layers
@@ -51,13 +50,12 @@ def plain_logprobs(
         of_kinds = [rope.tables(config.head_dim, 512) for rope in (gemma.global_rope, gemma.local_rope)]
         ropes, windows = [of_kinds[kind] for kind in local], [gemma.sliding_window if kind else None for kind in local]
     gpt_oss = config if isinstance(config, GptOssConfig) else None
-    if gpt_oss is not None and gpt_oss.yarn is not None:
-        frequencies = yarn_frequencies(config.head_dim, config.rope_theta, gpt_oss.yarn)
-        ropes = [rope_tables(frequencies, 512, gpt_oss.yarn.attention_factor)] * config.num_hidden_layers
+    yarn = getattr(config, "yarn", None)
+    if yarn is not None:
+        frequencies = yarn_frequencies(turned_dims, config.rope_theta, yarn)
+        ropes = [rope_tables(frequencies, 512, yarn.attention_factor)] * config.num_hidden_layers
+    if gpt_oss is not None:
         windows = [gpt_oss.sliding_window if kind == "sliding_attention" else None for kind in gpt_oss.layer_types]
-    if deepseek is not None and deepseek.yarn is not None:
-        frequencies = yarn_frequencies(turned_dims, config.rope_theta, deepseek.yarn)
-        ropes = [rope_tables(frequencies, 512, deepseek.yarn.attention_factor)] * config.num_hidden_layers
     mixture = getattr(config, "mixture", None)
     sparse = () if mixture is None else mixture.layers
     scale = (config.head_dim if gemma is None else gemma.query_pre_attn_scalar) ** -0.5
@@ -81,16 +79,39 @@ def plain_logprobs(
         return x * cos[: x.shape[1]] + turned * sin[: x.shape[1]]
 
     def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:
-        return x.reshape([-1, count, config.head_dim]).transpose([1, 0, 2])
+        return x.reshape([x.shape[0], count, -1]).transpose([1, 0, 2])
 
     def attention(x: paddle.Tensor, layer: int) -> paddle.Tensor:
         at = f"model.layers.{layer}.self_attn."
+        if deepseek is not None:
+            return latent_attention(x, layer, at, deepseek)
         q = heads(linear(x, at + "q_proj"), config.num_attention_heads)
         k, v = (heads(linear(x, f"{at}{name}_proj"), config.num_key_value_heads) for name in "kv")
         if at + "q_norm.weight" in tensors:
             q, k = norm(q, at + "q_norm"), norm(k, at + "k_norm")
         groups = config.num_attention_heads // config.num_key_value_heads
         q, k, v = rotated(q, layer), rotated(k, layer).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        return attend(q, k, v, scale, layer, at)
+
+    def latent_attention(x: paddle.Tensor, layer: int, at: str, config: DeepseekConfig) -> paddle.Tensor:
+        of, count = config.latent, config.num_attention_heads
+        if of.q_lora_rank is None:
+            q = heads(linear(x, at + "q_proj"), count)
+        else:
+            q = heads(linear(norm(linear(x, at + "q_a_proj"), at + "q_a_layernorm"), at + "q_b_proj"), count)
+        both = linear(x, at + "kv_a_proj_with_mqa")
+        latent, key = both[:, : of.kv_lora_rank], both[:, of.kv_lora_rank :]
+        kv = heads(linear(norm(latent, at + "kv_a_layernorm"), at + "kv_b_proj"), count)
+        plain = of.qk_nope_head_dim
+        key = rotated(key.unsqueeze(0), layer).expand([count, -1, -1])
+        q = paddle.concat([q[..., :plain], rotated(q[..., plain:], layer)], -1)
+        k, v = paddle.concat([kv[..., :plain], key], -1), kv[..., plain:]
+        factor = 1.0 if yarn is None else yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+        return attend(q, k, v, q.shape[-1] ** -0.5 * factor, layer, at)
+
+    def attend(
+        q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, scale: float, layer: int, at: str
+    ) -> paddle.Tensor:
         scores = q @ k.transpose([0, 2, 1]) * scale
         visible, seen = paddle.tril(paddle.ones(scores.shape[1:])), windows[layer]
         visible = visible if seen is None else paddle.triu(visible, 1 - seen)
@@ -100,27 +121,7 @@ def plain_logprobs(
             weights = F.softmax(paddle.concat([scores, sinks], -1), -1)[..., :-1]
         else:
             weights = F.softmax(scores, -1)
-        return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
-
-    def latent_attention(x: paddle.Tensor, layer: int) -> paddle.Tensor:
-        assert deepseek is not None
-        at, sizes, yarn = f"model.layers.{layer}.self_attn.", deepseek.latent, deepseek.yarn
-        plain, value, count = sizes.qk_nope_head_dim, sizes.v_head_dim, config.num_attention_heads
-        c, key = paddle.split(linear(x, at + "kv_a_proj_with_mqa"), [sizes.kv_lora_rank, turned_dims], axis=1)
-        kv = linear(norm(c, at + "kv_a_layernorm"), at + "kv_b_proj").reshape([-1, count, plain + value])
-        k, v = paddle.split(kv.transpose([1, 0, 2]), [plain, value], axis=2)
-        k = paddle.concat([k, rotated(key.unsqueeze(0), layer).expand([count, -1, -1])], -1)
-        q = linear(x, at + ("q_proj" if sizes.q_lora_rank is None else "q_a_proj"))
-        if sizes.q_lora_rank is not None:
-            q = linear(norm(q, at + "q_a_layernorm"), at + "q_b_proj")
-        q = q.reshape([-1, count, plain + turned_dims]).transpose([1, 0, 2])
-        q = paddle.concat([q[..., :plain], rotated(q[..., plain:], layer)], -1) * q.shape[-1] ** -0.5
-        if yarn is not None:
-            q = q * yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
-        scores = q @ k.transpose([0, 2, 1])
-        visible = paddle.tril(paddle.ones(scores.shape[1:]))
-        weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
-        return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
+        return linear((weights @ v).transpose([1, 0, 2]).reshape([q.shape[1], -1]), at + "o_proj")
 
     def mlp(x: paddle.Tensor, at: str) -> paddle.Tensor:
         gate = linear(x, at + "gate_proj")
@@ -156,8 +157,7 @@ def plain_logprobs(
         x = tensors["model.embed_tokens.weight"][ids[:-1]] * (1.0 if gemma is None else config.hidden_size**0.5)
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}."
-            attended = attention if deepseek is None else latent_attention
-            y = attended(norm(x, at + "input_layernorm"), layer)
+            y = attention(norm(x, at + "input_layernorm"), layer)
             x = x + (y if gemma is None else norm(y, at + "post_attention_layernorm"))
             y = norm(x, at + ("post_attention_layernorm" if gemma is None else "pre_feedforward_layernorm"))
             if layer in sparse:

@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import RoutedExperts
-from fastdeploy.model_executor.ops.interface import ExpertsBlock, PackedLinear, RouterScore, RouterSpec
+from fastdeploy.model_executor.ops.blocks import ExpertsBlock, PackedLinear, RouterScore, RouterSpec
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.reference_experts import mixture
 from fastdeploy.rl.scoring import Scorer
@@ -121,9 +121,15 @@ def rows_of(loop: Loop, rollouts: list[Rollout]) -> list[np.ndarray]:
     return [RoutedExperts(loop.engine.runner.info.experts, one.routed).array() for one in rollouts]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_the_own_routing_and_the_rows_of_the_server_give_its_log_probabilities(checkpoints, tmp_path, dtype):
-    loop = Loop(checkpoints["qwen3_moe"], dtype, tmp_path, routed_experts=True)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        *(("qwen3_moe", dtype) for dtype in ("float32", "bfloat16", "int8")),
+        *((model, "bfloat16") for model in ("ernie_moe", "glm_moe", "deepseek", "gpt_oss")),
+    ],
+)
+def test_the_own_routing_and_the_rows_of_the_server_give_its_log_probabilities(checkpoints, tmp_path, model, dtype):
+    loop = Loop(checkpoints[model], dtype, tmp_path, routed_experts=True)
     for _ in range(2):
         rollouts = loop.finish(loop.begin())
         assert all(len(one.tokens) == LENGTH for one in rollouts)
