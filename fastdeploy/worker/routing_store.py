@@ -25,8 +25,9 @@ class RoutingStore:
         self._slots = self._blocks.reshape(num_blocks * block_size, info.row_ids)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy the rows of whole blocks."""
-        self._blocks[[copy.target for copy in copies]] = self._blocks[[copy.source for copy in copies]]
+        """Copy the rows of whole blocks, in order: the target of one copy may be the source of a later one."""
+        for source, target in copies:
+            self._blocks[target] = self._blocks[source]
 
     def routing(self, num_tokens: int) -> Routing:
         """Return the place into which a step of so many tokens writes their experts."""

@@ -96,3 +96,10 @@ def test_more_than_256_experts_take_two_bytes():
     info = ExpertsInfo((0,), 1, 300, 2)
     store = RoutingStore(info, num_blocks=2, block_size=16)
     assert store.routing(3).experts.dtype == np.uint16 and store._blocks.dtype == "<u2"
+
+
+def test_the_target_of_one_copy_may_be_the_source_of_a_later_one():
+    store = RoutingStore(ExpertsInfo((0,), 1, 300, 2), num_blocks=3, block_size=16)
+    store._blocks[:] = np.array([5, 6, 7])[:, None, None]
+    store.copy([BlockCopy(0, 1), BlockCopy(1, 2)])
+    assert (store._blocks == 5).all()
