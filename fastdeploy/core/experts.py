@@ -1,8 +1,8 @@
 """The experts layers of a Mixture of Experts, and the routing of tokens: which experts computed them.
 
 A token's *row* is its routing: for each experts layer, in the order of the layers, the ids of the ``top_k`` experts
-that the router chose for the token there. The expert with the largest weight comes first, and of equal ones that with
-the lower id. The row at position p belongs to the token at position p of the sequence, prompt included. The last token
+that the router chose for the token there. The expert with the highest rank (``RouterSpec``) comes first, and of equal
+ones that with the lower id. The row at position p belongs to the token at position p of the sequence, prompt included. The last token
 of an answer has no row, since it was drawn, but never computed.
 """
 
