@@ -2,8 +2,8 @@
 
 A token's *row* is its routing: for each experts layer, in the order of the layers, the ids of the ``top_k`` experts
 that the router chose for the token there. The expert with the highest rank (``RouterSpec``) comes first, and of equal
-ones that with the lower id. The row at position p belongs to the token at position p of the sequence, prompt included. The last token
-of an answer has no row, since it was drawn, but never computed.
+ones that with the lower id. The row at position p belongs to the token at position p of the sequence, prompt
+included. The last token of an answer has no row, since it was drawn, but never computed.
 """
 
 from __future__ import annotations
