@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from fastdeploy.core.errors import InvalidField, shown
 
 MAX_COUNT = 2**31 - 1
+MAX_LAYERS = 1 << 14  # lists of layers are made before any tensor is looked at
 MAX_NUMBER = 1e15
 MAX_HEAD_DIM = 576  # of the ops
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,7 +80,7 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=count(raw, "intermediate_size"),
-        num_hidden_layers=count(raw, "num_hidden_layers"),
+        num_hidden_layers=count(raw, "num_hidden_layers", most=MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -137,12 +138,12 @@ def eos_ids(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def count(raw: dict[str, Any], key: str, where: str = "", least: int = 1) -> int:
-    """Return an integer from ``least`` to MAX_COUNT. where: the key of the object ``raw`` in config.json, "" at the top
+def count(raw: dict[str, Any], key: str, where: str = "", least: int = 1, most: int = MAX_COUNT) -> int:
+    """Return an integer from ``least`` to ``most``. where: the key of the object ``raw`` in config.json, "" at the top
     level. Raises InvalidField."""
     value = raw.get(key)
-    if type(value) is not int or not least <= value <= MAX_COUNT:
-        raise _invalid(raw, key, where, f"an integer from {least} to 2**31 - 1")
+    if type(value) is not int or not least <= value <= most:
+        raise _invalid(raw, key, where, f"an integer from {least} to {'2**31 - 1' if most == MAX_COUNT else most}")
     return value
 
 

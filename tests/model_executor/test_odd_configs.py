@@ -16,6 +16,7 @@ from fastdeploy.model_executor import lora_config
 from fastdeploy.model_executor.lora import _parse_config
 from fastdeploy.model_executor.lora_config import Modules, read_lora_config
 from fastdeploy.model_executor.models import load_config, parse_config, read_eos_token_ids
+from support.checkpoints import SPECS, config_json
 
 HUGE = "9" * 5000
 ODD = [
@@ -88,6 +89,18 @@ def test_an_odd_value_in_config_json_is_refused_by_the_name_of_its_key(tmp_path,
                 inner = with_value(LLAMA3, key, text).decode()
                 field = refused_field(tmp_path, with_value(model, rope, inner)) or rope
                 assert field == "config.json" or field.partition(".")[0] == rope
+
+
+LISTS = [(name, "num_hidden_layers") for name in ("qwen3_moe", "ernie_moe", "glm_moe", "deepseek", "gpt_oss")]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [*LISTS, *((name, "num_nextn_predict_layers") for name in ("glm_moe", "deepseek"))]
+)
+def test_more_layers_than_a_list_may_have_are_refused_by_name(name, key):
+    """A config comes with an update, too: it must not fill the memory of a server."""
+    with pytest.raises(InvalidField, match=f"{key}: expected an integer from . to 16384, got 16385"):
+        parse_config(config_json(SPECS[name]) | {key: 16385})
 
 
 def test_a_value_that_cannot_be_shown_is_refused_by_the_name_of_its_key():

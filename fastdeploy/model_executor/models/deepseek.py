@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import (
+    MAX_LAYERS,
     ModelConfig,
     count,
     flag,
@@ -126,7 +127,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         yarn=read_yarn(raw) if rope.get("rope_type", rope.get("type")) == "yarn" else None,
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
-        more_layers=count(raw, "num_nextn_predict_layers", least=0),
+        more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import (
+    MAX_LAYERS,
     ModelConfig,
     count,
     flag,
@@ -86,7 +87,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GlmMoeConfig
         attention_bias=flag(raw, "attention_bias"),
         qk_norm=flag(raw, "use_qk_norm"),
         rotary_dim=_rotary_dim(raw, common.head_dim),
-        more_layers=count(raw, "num_nextn_predict_layers", least=0),
+        more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
         mixture=check_mixture(mixture, common.hidden_size, KEYS),
     )
 
