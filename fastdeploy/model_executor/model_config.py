@@ -16,7 +16,8 @@ MAX_NUMBER = 1e15
 MAX_HEAD_DIM = 576  # of the ops
 DTYPES = ("float32", "bfloat16", "float16")
 SLIDING, FULL = "sliding_attention", "full_attention"  # the kinds of the key layer_types
-_DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
+# more_layers: of a checkpoint, behind those of the model
+_DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings", "more_layers")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def first_difference(self, other: ModelConfig) -> str | None:
-        """Return the first key that makes weights of ``other`` unusable for this model, or None."""
-        for field in fields(self):
-            if field.name not in _DESCRIPTIVE and getattr(self, field.name) != getattr(other, field.name):
-                return field.name
+        """Return the first field that makes weights of ``other`` unusable for this model, or None. It is "field.part"
+        if one part of a named tuple differs."""
+        for name in (field.name for field in fields(self) if field.name not in _DESCRIPTIVE):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                parts = getattr(ours, "_fields", ()) if type(ours) is type(theirs) else ()
+                return ".".join([name, *(part for part in parts if getattr(ours, part) != getattr(theirs, part))][:2])
         return None
 
 

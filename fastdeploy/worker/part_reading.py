@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ def check_config(folder: Folder, serving: ModelConfig, required: bool) -> None:
         raise _refused_field(error, CONFIG) from error
     key = serving.first_difference(config)
     if key is not None:
-        old, new = getattr(serving, key), getattr(config, key)
+        old, new = map(attrgetter(key), (serving, config))
         raise WeightUpdateRefused(f"{CONFIG}: {key} is {new!r}, the serving model has {old!r}", key=key)
 
 
