@@ -14,8 +14,7 @@
 namespace fd {
 namespace FD_ISA {
 
-constexpr uint16_t kOwnChoice = 0xffff;  // OWN_CHOICE of ops/blocks.py
-constexpr int64_t kMaxGroups = 64;       // MAX_GROUPS of ops/blocks.py
+constexpr int64_t kMaxGroups = 64;  // MAX_GROUPS of ops/blocks.py
 
 // A router, and memory for one row: scores and ranks [experts rounded up to 16].
 class Router {
@@ -30,7 +29,7 @@ class Router {
   // worst.
   void choose(const float* logits, bool forced, uint16_t* chosen, float* weights) {
     score(logits);
-    if (!forced || chosen[0] == kOwnChoice) {
+    if (!forced) {
       rank(logits);
       for (int64_t i = 0; i < spec_.top_k; ++i) {
         const int64_t best = highest(ranks_, experts_);

@@ -11,8 +11,8 @@ from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.blocks import (
+    MAX_EXPERTS,
     MAX_GROUPS,
-    OWN_CHOICE,
     Activation,
     Block,
     ExpertsBlock,
@@ -63,8 +63,8 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
         raise InvalidField("hidden_size", f"expected a multiple of {MULTIPLE} for a mixture of experts, got {hidden}")
     if mixture.inner % MULTIPLE:
         raise refuse("inner", f"a multiple of {MULTIPLE}")
-    if mixture.experts >= OWN_CHOICE:
-        raise refuse("experts", f"less than {OWN_CHOICE}")
+    if mixture.experts > MAX_EXPERTS:
+        raise refuse("experts", f"at most {MAX_EXPERTS}")
     if mixture.experts % mixture.groups or mixture.groups > MAX_GROUPS:
         raise refuse("groups", f"a divisor of {mixture.experts} (the experts) up to {MAX_GROUPS}")
     if mixture.top_groups > mixture.groups:

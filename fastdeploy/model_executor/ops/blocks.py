@@ -149,7 +149,7 @@ class RouterSpec(NamedTuple):
     norm_min: float = 1e-20
 
 
-OWN_CHOICE = 0xFFFF  # in place of a row's first expert, see ``interface.Routing``
+MAX_EXPERTS = 1 << 16  # their ids are uint16
 MAX_GROUPS = 64
 
 
@@ -176,7 +176,7 @@ class ExpertsBlock:
     def __post_init__(self) -> None:
         [hidden], spec, inner = self.norm.shape, self.routing, self.down.in_features
         assert self.router.in_features == self.gate_up.in_features == hidden
-        assert hidden % 16 == inner % 16 == 0 and self.experts < OWN_CHOICE
+        assert hidden % 16 == inner % 16 == 0 and self.experts <= MAX_EXPERTS
         assert self.gate_up.out_features == 2 * inner * self.experts
         assert self.down.out_features == hidden * self.experts
         assert self.experts % spec.groups == 0 and spec.top_groups <= spec.groups <= MAX_GROUPS

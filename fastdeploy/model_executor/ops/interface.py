@@ -59,8 +59,7 @@ class AttentionBatch(NamedTuple):
 
 class Routing(NamedTuple):
     """The experts of each row of a batch. experts: uint16 [T, layers with experts, top_k], best first. forced: False:
-    the step writes them. True: it computes with them, in this order, and a row whose first expert is OWN_CHOICE chooses
-    for itself, in that layer."""
+    the step writes them. True: it computes with them, in this order."""
 
     experts: np.ndarray
     forced: bool = False

@@ -8,7 +8,6 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.blocks import (
-    OWN_CHOICE,
     Activation,
     ExpertsBlock,
     PackedLinear,
@@ -40,7 +39,7 @@ def mixture(x: paddle.Tensor, block: ExpertsBlock, routing: np.ndarray, forced: 
     weights = np.zeros(routing.shape, np.float32)
     for row in range(rows):
         scores = _scores(logits[row], block.routing)
-        if not forced or routing[row, 0] == OWN_CHOICE:
+        if not forced:
             routing[row] = _choice(logits[row] if scores is None else scores, block.routing)
         weights[row] = _weights(logits[row], scores, routing[row], block.routing)
     outputs = np.zeros((*routing.shape, x.shape[1]), np.float32)
