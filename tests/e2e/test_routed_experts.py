@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from e2e.server import SMALL, Server, until
+from e2e.fleet_server import FleetServer
+from e2e.server import SMALL, LiveStream, Server, until
 from fastdeploy.rl.client import RolloutClient
 from support.checkpoints import SPECS, prompt, write_checkpoint
 
@@ -27,6 +30,18 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_checkpoint(tmp_path_factory.mktemp("moe"), SPEC)
     with Server(*SMALL, "--model", str(folder), "--enable-return-routed-experts") as server:
         yield server
+
+
+class RowsStream(LiveStream):
+    """A stream that collects the rows of its events in our own form."""
+
+    def __init__(self, server: Server, ids: list[int], **params: Any):
+        self.rows: list[np.ndarray] = []
+        super().__init__(server, ids, **params)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        super()._take(event)
+        self.rows += [of_described(choice["routed_experts"]) for choice in event["choices"] if choice["routed_experts"]]
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +125,18 @@ def test_a_dense_model_has_no_routing_to_return():
         assert server.process.returncode != 0 and "enable-return-routed-experts" in server.log()
     finally:
         server.remove()
+
+
+def test_the_rows_of_a_stream_in_a_fleet_are_those_of_a_run_alone_though_its_engine_is_killed(moe, tmp_path):
+    long = NATIVE | {"max_tokens": 400}
+    expected = moe.complete(IDS, **long)
+    folder = write_checkpoint(tmp_path / "moe", SPEC)
+    with FleetServer(2, *SMALL, "--model", str(folder), "--enable-return-routed-experts") as fleet:
+        stream = RowsStream(fleet, IDS, **long).wait_for_tokens(1)
+        [busy] = [name for name, replica in fleet.replicas().items() if replica["in_flight"]]
+        engine = fleet.engine_of(busy)
+        assert engine is not None and len(stream.tokens) < 400
+        os.kill(engine, signal.SIGKILL)
+        stream.wait_end(90)
+    assert (stream.error, stream.finals, stream.tokens) == (None, ["length"], expected["token_ids"])
+    assert np.array_equal(np.concatenate(stream.rows), of_described(expected["routed_experts"]))
