@@ -60,6 +60,7 @@ class FilledClient:
     """A client that has the whole output of each request at once."""
 
     welcome = SimpleNamespace(boot_id="boot", max_model_len=10**6)
+    model_info: dict[str, Any] = {}
 
     async def submit(self, request, reader) -> RequestStream:
         stream = RequestStream(request.request_id, request.n, lambda *_: None, lambda _: None, reader)
