@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""What routing replay gains: how far a trainer's log probabilities of a Mixture of Experts are from those of the server
-that sampled the tokens, with the trainer's own routing and with that of the server.
+"""The gain of routing replay: how far a trainer's log probabilities of a Mixture of Experts are from those of the
+server that sampled the tokens, with the trainer's own routing and with that of the server.
 
     python -m benchmarks.routing_replay
 

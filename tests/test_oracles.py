@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-USERS = ("tests/embedded", "tests/worker", "tests/engine/updates/test_update_exactness.py")
+USERS = ("tests/examples/embedded_model", "tests/worker", "tests/engine/updates/test_update_exactness.py")
 
 
 @pytest.mark.slow

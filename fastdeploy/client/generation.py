@@ -165,7 +165,7 @@ class Generation:
         self._routed_bytes += len(output.routed)
         if self._routed_bytes > MAX_ROUTED_BYTES:
             limit = f"more than {MAX_ROUTED_BYTES >> 20} MiB of rows in one request"
-            raise InvalidField("routed_experts", f"{limit}: ask for fewer choices, or for rows from a later position")
+            raise InvalidField("routed_experts", f"{limit}: ask for fewer choices, rows from a later position, or none")
         if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
             self.cached_tokens[i] = output.cached_tokens
         if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:

@@ -21,8 +21,8 @@ SLICE = 4096  # rows that are rounded or unpacked at once: a whole copy of a ten
 
 
 class Use(Enum):
-    """What may be made of a linear beside its own values. ADAPTED: adapters and int8 values. QUANTIZED: int8 values.
-    EXACT: neither."""
+    """The forms in which a linear may be used beside its own values. ADAPTED: with adapters, and as int8 values.
+    QUANTIZED: as int8 values. EXACT: neither."""
 
     ADAPTED = "adapted"
     QUANTIZED = "quantized"

@@ -19,8 +19,8 @@ IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."  # the bias of E
 
 
 class TensorNames(NamedTuple):
-    """What a server says of its model when a weight session begins. ignored: how the names of tensors begin that it
-    ignores. stacks_experts: its own tensors have all experts of a layer, as those of gpt-oss."""
+    """The facts of a server's model that the beginning of a weight session tells. ignored: how the names of tensors
+    begin that the server ignores. stacks_experts: its own tensors have all experts of a layer, as those of gpt-oss."""
 
     ignored: tuple[str, ...] = ()
     stacks_experts: bool = False

@@ -107,6 +107,13 @@ def rope_tables(frequencies: np.ndarray, max_model_len: int, factor: float = 1.0
     return Rope(paddle.to_tensor(np.cos(angles) * scale), paddle.to_tensor(np.sin(angles) * scale))
 
 
+def rope_of(head_dim: int, theta: float, yarn: Yarn | None, max_model_len: int) -> Rope:
+    """Return the tables of YaRN, or of the default rotary embedding without ``yarn``."""
+    if yarn is None:
+        return rope_tables(rope_frequencies(head_dim, theta), max_model_len)
+    return rope_tables(yarn_frequencies(head_dim, theta, yarn), max_model_len, yarn.attention_factor)
+
+
 @dataclass(frozen=True)
 class ByLayer:
     """The builder of one block of every layer, where layers differ. builders: one for each layer."""

@@ -17,16 +17,13 @@ from fastdeploy.model_executor.model_config import (
     rope_settings,
 )
 from fastdeploy.model_executor.models.decoder import (
-    ByLayer,
     Mlp,
     Yarn,
     read_yarn,
-    rope_frequencies,
-    rope_tables,
-    yarn_frequencies,
+    rope_of,
     yarn_scale,
 )
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
+from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -155,20 +152,15 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     latent, yarn = config.latent, config.yarn
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
-    if yarn is None:
-        rope = rope_tables(rope_frequencies(latent.qk_rope_head_dim, config.rope_theta), max_model_len)
-    else:
-        frequencies = yarn_frequencies(latent.qk_rope_head_dim, config.rope_theta, yarn)
-        rope = rope_tables(frequencies, max_model_len, yarn.attention_factor)
-        if yarn.mscale_all_dim:
-            scale *= yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+    if yarn is not None and yarn.mscale_all_dim:
+        scale *= yarn_scale(yarn.factor, yarn.mscale_all_dim) ** 2
+    rope = rope_of(latent.qk_rope_head_dim, config.rope_theta, yarn, max_model_len)
     attention = LatentAttention(config, latent, rope, scale, config.attention_bias, config.rope_interleave)
     bias = "gate.e_score_correction_bias" if config.architecture == V3 else ""
     dense, experts = Mlp(config), Experts(config, config.mixture, bias=bias)
-    layers = range(config.num_hidden_layers)
-    mlps = ByLayer([experts if layer in config.mixture.layers else dense for layer in layers])
-    ignored = tuple(f"model.layers.{len(layers) + i}." for i in range(config.more_layers))
-    return Model(config, ops, (attention, mlps), ignored=ignored)
+    layers = config.num_hidden_layers
+    mlps = mlp_or_experts(config.mixture, layers, dense, experts)
+    return Model(config, ops, (attention, mlps), ignored=layers_behind(layers, config.more_layers))
 
 
 ARCHITECTURES = {name: Architecture(read_config, build) for name in (V2, V3)}

@@ -7,10 +7,10 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import ModelConfig, count, positive, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.ernie import MORE_TOKENS, refuse_other_values
 from fastdeploy.model_executor.models.ernie import PLAIN_VALUES as DENSE_VALUES
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
+from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -91,8 +91,8 @@ def build(config: ErnieMoeConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
     dense = Mlp(config)
     experts = Experts(config, config.mixture, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
-    layers = range(config.num_hidden_layers)
-    of_layers = ByLayer([experts if layer in config.mixture.layers else dense for layer in layers])
+    layers = config.num_hidden_layers
+    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
     return Model(config, ops, (Attention(config, rope, interleaved=True), of_layers), ignored=MORE_TOKENS)
 
 

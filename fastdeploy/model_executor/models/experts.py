@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models.decoder import ByLayer, Mlp
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.blocks import (
     MAX_EXPERTS,
@@ -171,3 +172,14 @@ class Experts:
             shared_gate_up=as_linear(values[key + "shared_gate_up"]) if of.shared_inner else None,
             shared_down=as_linear(values[key + "shared_down"]) if of.shared_inner else None,
         )
+
+
+def mlp_or_experts(mixture: Mixture, layers: int, mlp: Mlp, experts: Experts) -> ByLayer:
+    """Return the builder of the second block of ``layers`` layers: experts where the mixture has them, else an MLP."""
+    return ByLayer([experts if layer in mixture.layers else mlp for layer in range(layers)])
+
+
+def layers_behind(layers: int, more: int) -> tuple[str, ...]:
+    """Return how the names begin of the tensors of ``more`` layers behind the model's own: layers of a checkpoint that
+    predict further tokens, see ``Model.ignored``."""
+    return tuple(f"model.layers.{layers + i}." for i in range(more))

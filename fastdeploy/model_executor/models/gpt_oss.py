@@ -23,9 +23,7 @@ from fastdeploy.model_executor.models.decoder import (
     ByLayer,
     Yarn,
     read_yarn,
-    rope_frequencies,
-    rope_tables,
-    yarn_frequencies,
+    rope_of,
 )
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
@@ -102,12 +100,8 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig
 
 def build(config: GptOssConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
-    yarn, bias = config.yarn, config.attention_bias
-    if yarn is None:
-        rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
-    else:
-        frequencies = yarn_frequencies(config.head_dim, config.rope_theta, yarn)
-        rope = rope_tables(frequencies, max_model_len, yarn.attention_factor)
+    bias = config.attention_bias
+    rope = rope_of(config.head_dim, config.rope_theta, config.yarn, max_model_len)
     windows = {SLIDING: config.sliding_window, FULL: 0}
     kinds = {kind: Attention(config, rope, bias, bias, window=size, sinks=True) for kind, size in windows.items()}
     experts = Experts(

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import ModelConfig, count, flag, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, ByLayer, Mlp, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
+from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.qwen import refuse_sliding_windows
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -70,8 +70,8 @@ def build(config: QwenMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope, bias = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len), config.attention_bias
     dense, experts = Mlp(config), Experts(config, config.mixture)
-    layers = range(config.num_hidden_layers)
-    of_layers = ByLayer([experts if layer in config.mixture.layers else dense for layer in layers])
+    layers = config.num_hidden_layers
+    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
     return Model(config, ops, (Attention(config, rope, bias, bias, qk_norm=True), of_layers))
 
 

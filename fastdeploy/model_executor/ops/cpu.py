@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -19,7 +19,9 @@ from fastdeploy.model_executor.ops.blocks import (
     PackedLinear,
 )
 from fastdeploy.model_executor.ops.cpu_arguments import (
+    Handles,
     Limits,
+    adapter_handles,
     adapter_rows,
     batch_args,
     block_args,
@@ -27,6 +29,7 @@ from fastdeploy.model_executor.ops.cpu_arguments import (
     delta_item,
     limits_of,
     logprob_args,
+    pointers,
     routing_rows,
     sample_arrays,
     spec_args,
@@ -65,7 +68,6 @@ from fastdeploy.model_executor.ops.interface import (
 )
 from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
-_Handles: TypeAlias = "ctypes.Array[c_void_p]"
 _CPU = paddle.CPUPlace()
 
 
@@ -85,7 +87,7 @@ class _Prepared(NamedTuple):
     hidden: int
     blocks: ctypes.Array[BlockArgs]
     fields: Sequence[ctypes.Structure]
-    adapters: weakref.WeakKeyDictionary[PackedAdapter, _Handles]
+    adapters: weakref.WeakKeyDictionary[PackedAdapter, Handles]
 
 
 class CpuOps:
@@ -176,7 +178,7 @@ class CpuOps:
 
     def quantize(self, weights: Sequence[PackedLinear], stop: np.ndarray) -> None:
         assert self._bf16
-        self._check(self._lib.fd_quantize(_pointers(list(map(handle_of, weights))), len(weights), stop_flag(stop)))
+        self._check(self._lib.fd_quantize(pointers(list(map(handle_of, weights))), len(weights), stop_flag(stop)))
         for weight in weights:
             weight.quantized = True
 
@@ -219,8 +221,8 @@ class CpuOps:
             step.rows, step.num_rows = address(rows), len(rows)
         step.blocks, step.count = ctypes.addressof(prepared.blocks), len(prepared.blocks)
         if adapters is not None:
-            known = [_handles(prepared.adapters, adapter, layers) for adapter in adapters.adapters]
-            table = _pointers([ctypes.addressof(handles) for handles in known])
+            known = [adapter_handles(prepared.adapters, adapter, layers) for adapter in adapters.adapters]
+            table = pointers([ctypes.addressof(handles) for handles in known])
             step.adapters, step.adapter_rows = ctypes.addressof(table), adapter_rows(adapters, tokens)
         if routing is not None:
             assert rows is None
@@ -251,9 +253,9 @@ class CpuOps:
         out = self._logits[:m]
         table = rows = None
         if adapters is not None and any(adapter.lm_head is not None for adapter in adapters.adapters):
-            loras = _pointers([lora_handle(adapter.lm_head, head) for adapter in adapters.adapters])
+            loras = pointers([lora_handle(adapter.lm_head, head) for adapter in adapters.adapters])
             size = ctypes.sizeof(c_void_p)
-            table = _pointers([ctypes.addressof(loras) + i * size for i in range(len(loras))])
+            table = pointers([ctypes.addressof(loras) + i * size for i in range(len(loras))])
             rows = adapter_rows(adapters, m)
         self._check(self._lib.fd_linear(data(x), data(norm), eps, m, handle_of(head), table, rows, out.data_ptr()))
         return out
@@ -388,24 +390,6 @@ def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> 
         raised.append(error)
         return 1
     return 0
-
-
-def _pointers(addresses: Sequence[int | None]) -> _Handles:
-    return (c_void_p * len(addresses))(*addresses)
-
-
-def _handles(
-    known: MutableMapping[PackedAdapter, _Handles], adapter: PackedAdapter, layers: Sequence[DecoderLayer]
-) -> _Handles:
-    """Return the handles of the linears of an adapter over ``layers``. Keeps them in ``known``."""
-    found = known.get(adapter)
-    if found is None:
-        handles: list[int | None] = []
-        for layer, of_blocks in zip(layers, adapter.layers, strict=True):
-            for block, adapted in zip(layer.blocks, of_blocks, strict=True):
-                handles += map(lora_handle, adapted, block.linears)
-        found = known[adapter] = _pointers(handles)
-    return found
 
 
 def _logits_rows(m: int) -> int:

@@ -4,8 +4,9 @@ follow from them, without checks of their own."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import MutableMapping, Sequence
+from ctypes import c_void_p
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
@@ -33,12 +34,14 @@ from fastdeploy.model_executor.ops.cpu_library import (
     StageItemArgs,
     StageResultArgs,
     address,
+    lora_handle,
 )
 from fastdeploy.model_executor.ops.interface import (
     AdapterRows,
     AttentionBatch,
     DeltaItem,
     KVCache,
+    PackedAdapter,
     Problem,
     Region,
     Routing,
@@ -47,6 +50,7 @@ from fastdeploy.model_executor.ops.interface import (
 )
 from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenLogprobs, TokenMasks
 
+Handles: TypeAlias = "ctypes.Array[c_void_p]"
 _FLOAT32 = (paddle.float32,)  # `x in` compares identity first; `==` between dtypes costs five times as much
 # The order of the enums of staging.h.
 PROBLEMS = (
@@ -155,6 +159,25 @@ def routing_rows(routing: Routing, layers: Sequence[DecoderLayer], tokens: int) 
         assert (block.routing.place, block.routing.top_k) == (place, experts.shape[2])
         assert not routing.forced or (experts[:, place] < block.experts).all()
     return address(experts), len(blocks)
+
+
+def pointers(addresses: Sequence[int | None]) -> Handles:
+    """Return an array of addresses for C++."""
+    return (c_void_p * len(addresses))(*addresses)
+
+
+def adapter_handles(
+    known: MutableMapping[PackedAdapter, Handles], adapter: PackedAdapter, layers: Sequence[DecoderLayer]
+) -> Handles:
+    """Return the handles of the linears of an adapter over ``layers``. Keeps them in ``known``."""
+    found = known.get(adapter)
+    if found is None:
+        handles: list[int | None] = []
+        for layer, of_blocks in zip(layers, adapter.layers, strict=True):
+            for block, adapted in zip(layer.blocks, of_blocks, strict=True):
+                handles += map(lora_handle, adapted, block.linears)
+        found = known[adapter] = pointers(handles)
+    return found
 
 
 def stage_item(item: StageItem) -> StageItemArgs:

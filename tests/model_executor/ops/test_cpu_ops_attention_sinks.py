@@ -68,7 +68,7 @@ def test_a_request_with_sinks_has_the_same_bits_in_any_batch_cut_and_number_of_t
 
 
 def test_sequences_that_share_keys_have_the_bits_that_they_have_alone(ops, rng):
-    """They are one task, and each continues from the state of the shared keys."""
+    """Both sequences are one task, and each continues from the state of the shared keys."""
     spec, shared = with_sinks(rng, SMALL), 640 // SMALL.block_size
     width = (SMALL.heads + 2 * SMALL.kv_heads) * SMALL.dim
     prompt, step = (rng.standard_normal((n, width)).astype(np.float32) for n in (700, 4))
