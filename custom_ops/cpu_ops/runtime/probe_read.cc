@@ -5,8 +5,8 @@
 namespace fd {
 namespace FD_ISA {
 
-// Reads in blocks of 64 KiB, four places of a block at the same time. The core's own prefetcher follows each of them, and
-// fewer do not keep memory busy: two cores of Zen 3 read 12, 22 and 33 GB/s with 1, 2 and 4 places each.
+// Reads in blocks of 64 KiB, four places of a block at the same time. The core's own prefetcher follows each of them,
+// and fewer do not keep memory busy: two cores of Zen 3 read 12, 22 and 33 GB/s with 1, 2 and 4 places each.
 void probe_read(const void* data, int64_t bytes) {
   using Line = int64_t __attribute__((vector_size(64)));
   constexpr int64_t kBlock = 1 << 16, kStreams = 4, kPart = kBlock / kStreams;
