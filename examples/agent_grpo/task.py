@@ -27,7 +27,6 @@ class AgentTask:
 
     def __init__(self, seed: int):
         self._rng = random.Random(f"agent_grpo/{seed}")
-        self._openai = AsyncOpenAI(base_url="http://session", api_key="none", timeout=600)
         self.drawn = 0
 
     def draw(self) -> tuple[Problem, int]:
@@ -39,8 +38,9 @@ class AgentTask:
         self, client: RolloutClient, settings: Settings, problem: Problem, seed: int
     ) -> tuple[Sequence[Sample], Sequence[float]]:
         """Let the agent solve a problem ``settings.group`` times. Raises AnswersFailed."""
-        runs = [self._converse(client, problem, seed + i) for i in range(settings.group)]
-        found = await asyncio.gather(*runs, return_exceptions=True)
+        async with _openai() as openai:
+            runs = [_converse(openai, client, problem, seed + i) for i in range(settings.group)]
+            found = await asyncio.gather(*runs, return_exceptions=True)
         done = [run for run in found if not isinstance(run, BaseException)]
         samples = [sample for conversation, _ in done for sample in conversation]
         if failures := [run for run in found if isinstance(run, BaseException)]:
@@ -48,14 +48,6 @@ class AgentTask:
                 raise failures[0]
             raise AnswersFailed(str(failures[0]), samples) from failures[0]
         return samples, [reward for conversation, reward in done for _ in conversation]
-
-    async def _converse(self, client: RolloutClient, problem: Problem, seed: int) -> tuple[list[Sample], float]:
-        """Return the samples of one conversation, and 1.0 if it ends with the right answer, else 0.0."""
-        async with client.session() as session:
-            agent = self._openai.with_options(base_url=session.openai_url)
-            answer = await solve(agent, problem.question, temperature=1.0, seed=seed)
-            rows = await session.rows()
-        return [sample_of(row) for row in rows], float(problem.is_solved_by(answer))
 
     def note(self, problem: Problem, solved: float) -> None:
         """Do nothing: all problems are drawn alike."""
@@ -65,8 +57,9 @@ class AgentTask:
         answers, and the number of sampled tokens."""
         rng = random.Random(HELDOUT_SEED)
         problems = [draw(rng, "heldout") for _ in range(count)]
-        runs = [self._converse(client, problem, seed) for seed, problem in enumerate(problems)]
-        found = await asyncio.gather(*runs)
+        async with _openai() as openai:
+            runs = [_converse(openai, client, problem, seed) for seed, problem in enumerate(problems)]
+            found = await asyncio.gather(*runs)
         tokens = sum(len(sample.logprobs) for conversation, _ in found for sample in conversation)
         return sum(int(reward) for _, reward in found), tokens
 
@@ -79,6 +72,22 @@ class AgentTask:
         version, words, gauss = state["rng"]
         self._rng.setstate((version, tuple(words), gauss))
         self.drawn = state["drawn"]
+
+
+def _openai() -> AsyncOpenAI:
+    """Return a client whose base URL is that of no server: each conversation has its own."""
+    return AsyncOpenAI(base_url="http://session", api_key="none", timeout=600)
+
+
+async def _converse(
+    openai: AsyncOpenAI, client: RolloutClient, problem: Problem, seed: int
+) -> tuple[list[Sample], float]:
+    """Return the samples of one conversation, and 1.0 if it ends with the right answer, else 0.0."""
+    async with client.session() as session:
+        agent = openai.with_options(base_url=session.openai_url)
+        answer = await solve(agent, problem.question, temperature=1.0, seed=seed)
+        rows = await session.rows()
+    return [sample_of(row) for row in rows], float(problem.is_solved_by(answer))
 
 
 def sample_of(row: SessionRow) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from openai import AsyncOpenAI
 
 from examples.agent_grpo.__main__ import DEFAULTS
 from examples.agent_grpo.start_policy import START_POLICY
@@ -45,6 +47,8 @@ def test_captured_conversations_are_rescored_to_the_bit(url):
             return [sample for samples, _ in await asyncio.gather(*runs) for sample in samples]
 
     samples = asyncio.run(converse())
+    open_clients = [item for item in gc.get_objects() if issubclass(type(item), AsyncOpenAI) and not item.is_closed()]
+    assert open_clients == [], "an open client closes itself in the event loop of whatever runs next"
     assert len(samples) == 16, "each conversation is one row"
     assert any(not sample.sampled.all() for sample in samples), "no conversation has a reply of the tool"
     assert {span.publication for sample in samples for span in sample.spans} == {7}
