@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,6 +41,7 @@ class StagedValues:
         self._current: set[str] = set()  # keys of linears that began as the value that serves
         self._rewritten: set[str] = set()  # keys of linears that ``missed`` does not have
         self.missed: dict[str, list[DeltaItem]] = {}
+        self._missed_bytes: Counter[str] = Counter()  # of the deltas in ``missed``, by key
 
     def region(self, name: str) -> Region:
         """Return the place of a tensor that is written as a whole. That of an alias only has a size. Raises
@@ -68,14 +70,14 @@ class StagedValues:
     def add_missed(self, name: str, item: DeltaItem) -> None:
         """Add the delta of a tensor to ``missed``."""
         parameter = self._places[name].parameter
-        if parameter.is_vector or parameter.key in self._rewritten:
+        key = parameter.key
+        if parameter.is_vector or key in self._rewritten:
             return
-        items = self.missed.setdefault(parameter.key, [])
-        items.append(item)
-        nbytes = sum(one.payload.nbytes for one in items)
-        if nbytes > MISSED_SHARE * self.loan.written[parameter.key].nbytes:
-            self._rewritten.add(parameter.key)
-            del self.missed[parameter.key]
+        self.missed.setdefault(key, []).append(item)
+        self._missed_bytes[key] += item.payload.nbytes
+        if self._missed_bytes[key] > MISSED_SHARE * self.loan.written[key].nbytes:
+            self._rewritten.add(key)
+            del self.missed[key]
 
     def complete(self, arrived: Container[str], serving: Mapping[str, Value], stop: np.ndarray) -> dict[str, Value]:
         """Return the new value of every parameter, by key. Tensors that are not in ``arrived`` have the values of

@@ -174,8 +174,8 @@ def _header(dtype: str, parameters: Iterable[Parameter]) -> tuple[bytes, int]:
     """Return the beginning of the file, and the bytes of all tensors behind it."""
     table, end = {}, 0
     for parameter in parameters:
-        for name in parameter.tensors:
-            shape, (name_of_dtype, width) = parameter.shapes[name], DTYPES[dtype_of(name, dtype)]
+        for name, shape in parameter.shapes.items():
+            name_of_dtype, width = DTYPES[dtype_of(name, dtype)]
             begin, end = end, end + width * math.prod(shape)
             table[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(table)
