@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from multiprocessing import get_context
@@ -147,6 +147,14 @@ TRAINERS = (
 )
 
 
+@contextmanager
+def library_processes() -> Iterator[dict[str, ProcessPoolExecutor]]:
+    """Yield one process for each library: torch and Paddle do not live in the same process."""
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as torch, ProcessPoolExecutor(1, spawn) as paddle:
+        yield {"torch": torch, "paddle": paddle}
+
+
 async def sample(model: Path, dtype: str, count: int, group: int, max_tokens: int) -> list[Sample]:
     """Start a server, sample ``group`` answers to each of ``count`` problems, and stop the server."""
     prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems(0, count) for _ in range(group)]
@@ -194,19 +202,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     json_flag(parser)
     args = parser.parse_args(argv)
-    rows, spawn = [], get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(1, spawn) as torch,  # torch and Paddle do not live in one process
-        ProcessPoolExecutor(1, spawn) as paddle,
-    ):
-        model, pools = Path(folder) / "model", {"torch": torch, "paddle": paddle}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, library_processes() as processes:
+        model = Path(folder) / "model"
         write_moved_weights(model)
         for dtype in DTYPES:
             samples = asyncio.run(sample(model, dtype, args.problems, args.group, args.max_tokens))
             served = np.concatenate([one.logprobs for one in samples])
             for trainer in TRAINERS:
-                scored = pools[trainer.library].submit(trainer.score, model, samples, dtype).result()
+                scored = processes[trainer.library].submit(trainer.score, model, samples, dtype).result()
                 rows.append({"server": dtype, "trainer": trainer.name, **difference(scored, served)})
                 print(rows[-1], file=sys.stderr, flush=True)
     print(table(rows))

@@ -22,9 +22,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +31,7 @@ import numpy as np
 from benchmarks import make_model
 from benchmarks.lib.processes import started
 from benchmarks.lib.report import json_flag, markdown, write_json
-from benchmarks.mismatch import READY_S, difference
+from benchmarks.mismatch import READY_S, difference, library_processes
 from fastdeploy.rl.client import RolloutClient
 
 VOCAB = 256  # prompts are of these ids
@@ -162,20 +160,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     json_flag(parser)
     args = parser.parse_args(argv)
-    rows, spawn = [], get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as made,
-        ProcessPoolExecutor(1, spawn) as torch,  # torch and Paddle do not live in one process
-        ProcessPoolExecutor(1, spawn) as paddle,
-    ):
-        model, pools = args.model or Path(made), {"torch": torch, "paddle": paddle}
+    rows = []
+    with tempfile.TemporaryDirectory() as made, library_processes() as processes:
+        model = args.model or Path(made)
         if args.model is None:
             make_model.main([made, "--shape", "moe", "--layers", str(args.layers)])
         samples = asyncio.run(sample(model, args.samples, args.prompt_tokens, args.max_tokens))
         served = np.concatenate([np.array(one.logprobs, np.float32) for one in samples])
         for trainer in TRAINERS:
             for replay in (False, True):
-                scored = pools[trainer.library].submit(trainer.score, model, samples, replay).result()
+                scored = processes[trainer.library].submit(trainer.score, model, samples, replay).result()
                 shares: tuple[float | None, float | None] = (None, None)
                 if scored.experts is not None:
                     shares = differing(scored.experts, [one.experts for one in samples])
