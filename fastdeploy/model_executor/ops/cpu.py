@@ -21,6 +21,7 @@ from fastdeploy.model_executor.ops.blocks import (
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Handles,
     Limits,
+    RoutingLimits,
     adapter_handles,
     adapter_rows,
     batch_args,
@@ -30,6 +31,7 @@ from fastdeploy.model_executor.ops.cpu_arguments import (
     limits_of,
     logprob_args,
     pointers,
+    routing_limits,
     routing_rows,
     sample_arrays,
     spec_args,
@@ -84,6 +86,7 @@ class _Prepared(NamedTuple):
     layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
     limits: Limits
+    routing: RoutingLimits | None
     hidden: int
     blocks: ctypes.Array[BlockArgs]
     fields: Sequence[ctypes.Structure]
@@ -225,9 +228,9 @@ class CpuOps:
             table = pointers([ctypes.addressof(handles) for handles in known])
             step.adapters, step.adapter_rows = ctypes.addressof(table), adapter_rows(adapters, tokens)
         if routing is not None:
-            assert rows is None
-            step.routing, step.experts_layers = routing_rows(routing, layers, tokens)
-            step.forced = routing.forced
+            assert rows is None and prepared.routing is not None
+            step.routing = routing_rows(routing, prepared.routing, tokens)
+            step.experts_layers, step.forced = prepared.routing.layers, routing.forced
         raised: list[BaseException] = []
         if between_layers is not None:
             step.between_layers = BetweenLayers(lambda: _called(between_layers, raised))
@@ -329,6 +332,7 @@ class CpuOps:
                 list(map(weakref.ref, layers)),
                 weakref.ref(cache),
                 limits.pop(),
+                routing_limits([block for block, _ in blocks]),
                 hidden.pop(),
                 (BlockArgs * len(args))(*args),
                 fields,

@@ -74,6 +74,14 @@ class Limits(NamedTuple):
     max_len: int
 
 
+class RoutingLimits(NamedTuple):
+    """The sizes of a ``Routing``: layers with experts, and experts of a row; and the ``experts`` of each layer."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+
 def data(tensor: paddle.Tensor) -> int:
     """Return the address of a contiguous float32 tensor. A view such as a transpose is refused."""
     assert tensor.dtype in _FLOAT32 and tensor.is_contiguous()
@@ -148,17 +156,23 @@ def adapter_rows(adapters: AdapterRows, tokens: int) -> int:
     return address(rows)
 
 
-def routing_rows(routing: Routing, layers: Sequence[DecoderLayer], tokens: int) -> tuple[int, int]:
-    """Return the address of the experts of ``tokens`` rows, which is valid while ``routing`` lives, and the number of
-    layers with experts."""
-    blocks = [block for layer in layers for block in layer.blocks if isinstance(block, ExpertsBlock)]
+def routing_limits(blocks: Sequence[Block]) -> RoutingLimits | None:
+    """Return the limits of the routing of steps through these blocks; None without experts."""
+    found = [block for block in blocks if isinstance(block, ExpertsBlock)]
+    if not found:
+        return None
+    assert [block.routing.place for block in found] == list(range(len(found)))
+    [sizes] = {(block.routing.top_k, block.experts) for block in found}
+    return RoutingLimits(len(found), *sizes)
+
+
+def routing_rows(routing: Routing, limits: RoutingLimits, tokens: int) -> int:
+    """Return the address of the experts of ``tokens`` rows; it is valid while ``routing`` lives."""
     experts = routing.experts
     assert experts.dtype == np.uint16 and experts.flags.c_contiguous
-    assert blocks and experts.shape == (tokens, len(blocks), blocks[0].routing.top_k)
-    for place, block in enumerate(blocks):
-        assert (block.routing.place, block.routing.top_k) == (place, experts.shape[2])
-        assert not routing.forced or (experts[:, place] < block.experts).all()
-    return address(experts), len(blocks)
+    assert experts.shape == (tokens, limits.layers, limits.top_k)
+    assert not routing.forced or (experts < limits.experts).all()
+    return address(experts)
 
 
 def pointers(addresses: Sequence[int | None]) -> Handles:
