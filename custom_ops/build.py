@@ -50,7 +50,8 @@ class Unit(NamedTuple):
 # Files with kernels, once for each instruction set. All others are compiled once.
 ATTENTION = ("attention/attention.cc", "attention/prepare.cc")
 LAYER = ("layer.cc", "experts/experts.cc")
-VECTOR = ("linear/linear.cc", *ATTENTION, *LAYER, "weights/rows.cc", "weights/quantize.cc", "sampling.cc")
+VOCABULARY = ("vocabulary/sampling.cc", "vocabulary/logprobs.cc")
+VECTOR = ("linear/linear.cc", *ATTENTION, *LAYER, "weights/rows.cc", "weights/quantize.cc", *VOCABULARY)
 VECTOR += ("runtime/probe_read.cc",)
 INT8 = ("linear/linear_int8.cc",)
 TILED = ("linear/linear_amx.cc", "attention/attention_amx.cc", *LAYER, "runtime/roofline_probes.cc")
