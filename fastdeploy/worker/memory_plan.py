@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.experts import experts_of_config
@@ -24,14 +23,13 @@ HEADROOM = 1 << 30  # bytes that a share of the memory leaves free, for prompts,
 
 
 class MemoryPlan(NamedTuple):
-    """max_model_len: tokens of the longest sequence. block_bytes: of one KV block in all layers, with the
-    routing of its tokens if ``routing`` is kept: of these experts layers."""
+    """max_model_len: tokens of the longest sequence. block_bytes: of one KV block in all layers, with the routing of
+    its tokens if that is kept."""
 
     max_model_len: int
     num_blocks: int
     block_size: int
     block_bytes: int
-    routing: ExpertsInfo | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -74,12 +72,12 @@ def plan_memory(
     """Return the plan for these settings of ModelRunner. Raises InvalidField, which names the setting."""
     check_block_size(block_size)
     wanted_len = _wanted_len(max_model_len, config)
-    routing = experts_of_config(config) if enable_return_routed_experts else None
-    if enable_return_routed_experts and routing is None:
-        raise InvalidField("enable_return_routed_experts", "expected a Mixture of Experts: this model is dense")
     block_bytes = new_kv_cache(ops, config, 1, block_size).nbytes
-    if routing is not None:
-        block_bytes += block_size * routing.row_bytes
+    if enable_return_routed_experts:
+        experts = experts_of_config(config)
+        if experts is None:
+            raise InvalidField("enable_return_routed_experts", "expected a Mixture of Experts: this model is dense")
+        block_bytes += block_size * experts.row_bytes
     if num_blocks is not None:
         _check_fits("num_gpu_blocks_override", num_blocks * block_bytes)
     elif kv_cache_bytes is not None:
@@ -98,7 +96,7 @@ def plan_memory(
     if num_blocks < 1 or wanted_len > num_blocks * block_size:
         text = f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
         raise InvalidField("max_model_len", text)
-    return MemoryPlan(wanted_len, num_blocks, block_size, block_bytes, routing)
+    return MemoryPlan(wanted_len, num_blocks, block_size, block_bytes)
 
 
 def num_parameters(model: Model) -> int:

@@ -124,7 +124,7 @@ class ModelRunner:
             quantization=quantization,
             grammars=self._masks.has_grammars,
             experts=experts_of_config(self.config),
-            routed_experts=plan.routing is not None,
+            routed_experts=enable_return_routed_experts,
             ignored_tensors=self.model.ignored,
             stacks_experts=any(parameter.experts for parameter in self.model.parameters),
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fastdeploy.core.roofline import ExpertsCost, Machine, StepRoofline
-from fastdeploy.model_executor.models.experts import Mixture, of_experts
+from fastdeploy.model_executor.models.experts import experts_of_config, of_experts
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.blocks import PackedLinear
 from fastdeploy.model_executor.ops.cpu import CpuOps
@@ -65,6 +65,7 @@ def step_roofline(model: Model, machine: Machine, token_bytes: int) -> StepRoofl
     in_experts = sum(sum(one.rows) * one.columns for one in experts)
     parameters = sum(sum(one.rows) * one.columns for one in (*linears, head)) - in_experts
     bytes_each = 1 if model.quantization else TYPE_BYTES[model.ops.dtype]
-    mixture: Mixture | None = getattr(model.config, "mixture", None)
-    cost = mixture and ExpertsCost(mixture.experts, mixture.top_k, in_experts, in_experts * bytes_each)
+    cost = None
+    if (info := experts_of_config(model.config)) is not None:
+        cost = ExpertsCost(info.num_experts, info.top_k, in_experts, in_experts * bytes_each)
     return StepRoofline(machine, parameters, parameters * bytes_each, token_bytes, cost)

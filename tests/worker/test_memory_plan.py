@@ -52,7 +52,6 @@ def test_the_routing_of_tokens_is_a_part_of_their_blocks(checkpoints):
     config, ops = load_config(str(checkpoints["qwen3_moe"])), ReferenceOps("float32")
     without, kept = (plan_memory(config, ops, **SETTINGS, enable_return_routed_experts=flag) for flag in (False, True))
     assert kept.block_bytes - without.block_bytes == 16 * 2 * 2  # tokens, experts layers, experts of a token
-    assert kept.routing is not None and kept.routing.layers == (0, 2) and without.routing is None
 
 
 def test_engines_of_one_host_share_the_share():
