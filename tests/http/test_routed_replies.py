@@ -108,6 +108,15 @@ def test_each_choice_of_each_prompt_has_its_rows_and_those_of_its_prompt(vllm):
     assert [npy(choice["routed_experts"]) for choice in choices] == [rows(0, 5)] * 2 + [rows(0, 3)] * 2
 
 
+@pytest.mark.parametrize("name", ["routed_experts_start", "routed_experts_prompt_start", "routed_experts_start_len"])
+@pytest.mark.parametrize("asks", [{}, {"routed_experts": True}, {"return_routed_experts": True}])
+def test_each_name_of_the_first_row_is_understood_in_each_form(vllm, asks, name):
+    vllm.engine.seen.queue.clear()
+    complete(vllm, **asks, **{name: 2})
+    sampling = vllm.engine.expect(AddRequest).sampling
+    assert sampling.routed_experts and sampling.routed_experts_start == 2
+
+
 @pytest.mark.parametrize("start", [1, 3])
 def test_vllms_callers_name_the_first_row(vllm, start):
     asked = {"routed_experts_prompt_start": start}
