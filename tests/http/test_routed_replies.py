@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy.client import generation
+from fastdeploy.client.request_stream import joined
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -306,7 +307,12 @@ def test_an_abort_before_the_first_token_leaves_no_rows(vllm):
 
 
 def test_a_stop_string_cuts_the_rows_with_the_tokens(vllm):
-    choice = choice_of(complete(vllm, stop=["b"], return_token_ids=True))
+    """Also if the tokens behind it come in the same output."""
+    vllm.script(lambda add: [replace(joined(answer(add))[0], finish_reason="length")])
+    try:
+        choice = choice_of(complete(vllm, stop=["b"], return_token_ids=True))
+    finally:
+        vllm.script(answer)
     assert choice["token_ids"] == [97, 98] and npy(choice["routed_experts"]) == rows(0, 4)
 
 
