@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -72,7 +73,7 @@ class Settings:
         self._require("max_ratio", self.max_ratio >= 1 + self.clip_high, "at least 1 + clip_high")
         self._require("beta2", 0 <= self.beta2 < 1, "0 to less than 1")
 
-    @property
+    @cached_property
     def is_mixture(self) -> bool:
         """The model is a Mixture of Experts: the server returns the experts of each token, and the trainer computes
         with these (rollout routing replay)."""

@@ -30,8 +30,7 @@ class TextOptions(NamedTuple):
 
 
 class ChoiceDelta(NamedTuple):
-    """The part of a choice that one engine output adds. first: index of its first token in the choice. routed: the rows
-    of all tokens before its last one that no delta before had; none unless asked for."""
+    """The part of a choice that one engine output adds. first: index of its first token in the choice."""
 
     first: int
     text: str
@@ -39,7 +38,6 @@ class ChoiceDelta(NamedTuple):
     logprobs: list[Logprob]
     spans: list[Span]
     finish_reason: str | None
-    routed: bytes = b""
 
 
 class Choice:
@@ -96,9 +94,16 @@ class Choice:
         the choice was aborted within the prompt."""
         return None if self._rows is None else self._rows.whole(len(self.token_ids))
 
+    def new_routed_experts(self, num_tokens: int) -> RoutedExperts | None:
+        """Return what ``routed_experts`` has for the first ``num_tokens`` tokens of the choice and no call before has
+        returned. None if there is nothing."""
+        return None if self._rows is None else self._rows.new(num_tokens)
+
     def feed(self, output: Output) -> ChoiceDelta:
         """Add an output of the engine. A stop string in it ends the choice, even if the engine ended the choice for
         another reason."""
+        if self._rows is not None:
+            self._rows.add(output.routed)
         first = len(self.token_ids)
         self._prompt_logprobs += output.prompt_logprobs
         self.num_preempted += output.num_preempted
@@ -115,9 +120,8 @@ class Choice:
             self.message = output.message
         spans = clip_spans(output.spans, first, first + taken)
         ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
-        self.token_ids += ids
-        routed = self._grow_rows(output)
-        delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason, routed)
+        delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         merge_spans(self.spans, delta.spans)
         return delta
@@ -130,11 +134,7 @@ class Choice:
         self.message = output.message
         if self.finish_reason == "error":
             self.stop_reason = output.stop_reason
-        return ChoiceDelta(0, "", [], [], list(self.spans), self.finish_reason, self._grow_rows(output))
-
-    def _grow_rows(self, output: Output) -> bytes:
-        """Return the rows that ``output`` adds to the choice, which has its tokens already."""
-        return b"" if self._rows is None else self._rows.grow(output.routed, len(self.token_ids))
+        return ChoiceDelta(0, "", [], [], list(self.spans), self.finish_reason)
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
         """Decode until a stop string is complete. Return the number of tokens taken, and the stop string found."""
@@ -211,5 +211,4 @@ def joined(deltas: list[ChoiceDelta]) -> ChoiceDelta | None:
         [entry for delta in deltas for entry in delta.logprobs],
         spans,
         deltas[-1].finish_reason,
-        b"".join(delta.routed for delta in deltas),
     )

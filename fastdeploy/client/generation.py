@@ -13,7 +13,7 @@ from fastdeploy.client.routed_rows import RoutedRows
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, NonFiniteLogits, NoTokenAllowed
-from fastdeploy.core.experts import ExpertsInfo, experts_of
+from fastdeploy.core.experts import experts_of
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
@@ -74,15 +74,12 @@ class Generation:
         self._reader = Reader(for_tokens)
 
     def _rows(self, add: AddRequest) -> RoutedRows | None:
-        sampling = add.sampling
-        if not sampling.routed_experts:
+        if not add.sampling.routed_experts:
             return None
-        return RoutedRows(len(add.prompt_token_ids), sampling.routed_experts_start, self._experts)
-
-    def _experts(self) -> ExpertsInfo:
         info = experts_of(self._client.model_info)
-        assert info is not None, "a dense model has returned rows"
-        return info
+        if info is None:  # the engine refuses the request
+            return None
+        return RoutedRows(info, len(add.prompt_token_ids), add.sampling.routed_experts_start)
 
     async def __aenter__(self) -> Generation:
         try:

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastdeploy.core.experts import ExpertsInfo, RoutedExperts
 
 
 class RoutedRows:
     """The rows of one choice, from position ``start`` on. prompt_tokens: of the choice, with those of an earlier
-    attempt. read_info: returns the experts layers of the model; called when the first output is there."""
+    attempt."""
 
-    def __init__(self, prompt_tokens: int, start: int, read_info: Callable[[], ExpertsInfo]):
+    def __init__(self, info: ExpertsInfo, prompt_tokens: int, start: int):
+        self._info = info
         self._prompt_tokens = prompt_tokens
         self._start = start
-        self._read_info = read_info
-        self._info: ExpertsInfo | None = None
         self._data = bytearray()
-        self._shown = 0  # bytes that ``grow`` has returned
+        self._shown = 0  # bytes that ``new`` has returned
 
-    def grow(self, data: bytes, num_tokens: int) -> bytes:
-        """Add the rows of an output, and return those that are new to a choice of ``num_tokens`` output tokens. Rows of
-        tokens that the choice does not have yet, or drops, are held back."""
-        self._info = self._info or self._read_info()
+    def add(self, data: bytes) -> None:
+        """Add the rows of an output. It may have rows of tokens that the choice does not have yet, or drops."""
         self._data += data
-        before, self._shown = self._shown, max(self._shown, self._end(num_tokens))
-        return bytes(self._data[before : self._shown])
+
+    def new(self, num_tokens: int) -> RoutedExperts | None:
+        """Return the rows of all tokens but the last one of prompt and ``num_tokens`` output tokens that were not
+        returned before; None if there are none."""
+        begin, self._shown = self._shown, max(self._shown, min(self._end(num_tokens), len(self._data)))
+        return self._part(begin, self._shown) if begin < self._shown else None
 
     def whole(self, num_tokens: int) -> RoutedExperts | None:
         """Return the rows of all tokens but the last one of a choice of ``num_tokens`` output tokens. None unless all
         are there: a choice that was aborted within its prompt has none."""
-        if self._info is None or len(self._data) < (end := self._end(num_tokens)):
-            return None
-        return RoutedExperts(self._info, bytes(self._data[:end]), self._start)
+        end = self._end(num_tokens)
+        return self._part(0, end) if end <= len(self._data) else None
 
     def _end(self, num_tokens: int) -> int:
-        assert self._info is not None
         return max(self._prompt_tokens + num_tokens - 1 - self._start, 0) * self._info.row_bytes
+
+    def _part(self, begin: int, end: int) -> RoutedExperts:
+        data = bytes(memoryview(self._data)[begin:end])
+        return RoutedExperts(self._info, data, self._start + begin // self._info.row_bytes)

@@ -34,8 +34,9 @@ class RolloutRequest:
     """A generation that the caller asked for: one prompt, ``n`` choices. ``params`` are copied, never changed.
 
     Without a seed, or with -1, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer
-    may fill the rest of the context. eos_ids: an aborted choice whose last token is one of them is complete. lora_name:
-    the adapter that computes the answer.
+    may fill the rest of the context. Without routed_experts, a server that returns them unasked is told not to.
+    eos_ids: an aborted choice whose last token is one of them is complete. lora_name: the adapter that computes the
+    answer.
 
     prompt_logprobs: those of the prompt, which a server sends once for all choices; None until all have come.
     adapter: its loads when the generation began, if this client has loaded it.
@@ -59,6 +60,7 @@ class RolloutRequest:
         self.prompt_ids = [int(token) for token in prompt_ids]
         self.params = {k: v for k, v in params.items() if v is not None or k == "logprobs"}
         self.params.setdefault("logprobs", 0)
+        self.params.setdefault("routed_experts", False)
         if self.params.get("seed", NO_SEED) == NO_SEED:
             self.params["seed"] = random.getrandbits(SEED_BITS)
         self.seed: int = self.params["seed"]

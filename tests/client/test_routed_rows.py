@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy.client.choice import Choice, TextOptions, joined, pieces
-from fastdeploy.client.request_stream import joined as joined_outputs
+from fastdeploy.client.choice import Choice, TextOptions, pieces
+from fastdeploy.client.request_stream import joined
 from fastdeploy.client.routed_rows import RoutedRows
 from fastdeploy.core.experts import ExpertsInfo, experts_of
 from fastdeploy.inter_communicator.messages import Output
@@ -17,7 +17,7 @@ SIZE = EXPERTS.row_bytes
 
 
 def choice(start: int = 0, tokenizer=None, **options) -> Choice:
-    rows = RoutedRows(len(PROMPT), start, lambda: EXPERTS)
+    rows = RoutedRows(EXPERTS, len(PROMPT), start)
     return Choice(tokenizer, PROMPT, TextOptions(**options), rows=rows)
 
 
@@ -32,20 +32,31 @@ def outputs(start: int = 0) -> list[Output]:
 
 
 @pytest.mark.parametrize("start", [0, 2, 3])
-def test_the_rows_of_deltas_and_of_the_choice_are_those_of_all_tokens_but_the_last(start):
+def test_the_rows_of_a_choice_are_those_of_all_tokens_but_the_last(start):
     one = choice(start)
-    deltas = [one.feed(output) for output in outputs(start)]
-    assert [len(delta.routed) // SIZE for delta in deltas] == [len(PROMPT) - start, 1, 1, 1, 1]
-    assert joined(deltas).routed == ROWS[start * SIZE :]
+    for output in outputs(start):
+        one.feed(output)
     whole = one.routed_experts
     assert whole.data == ROWS[start * SIZE :] and (whole.start, whole.num_rows) == (start, 7 - start)
     array = whole.array()
     assert array.shape == (7 - start, 2, 2) and array.dtype == "uint8" and array.tobytes() == whole.data
 
 
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_new_rows_are_those_up_to_a_token_of_the_choice_and_come_once(start):
+    one, end = choice(start), start
+    for output in outputs(start):
+        one.feed(output)
+    for num_tokens in (1, 3, 3, 5):
+        new, wanted = one.new_routed_experts(num_tokens), len(PROMPT) + num_tokens - 1
+        assert (new is None) == (wanted == end)
+        assert new is None or (new.start, new.data) == (end, ROWS[end * SIZE : wanted * SIZE])
+        end = wanted
+
+
 @pytest.mark.parametrize("size", [1, 2, 10])
 def test_a_piece_of_joined_outputs_has_the_rows_of_its_tokens(size):
-    one, [output] = choice(), joined_outputs(outputs())
+    one, [output] = choice(), joined(outputs())
     assert output.routed == ROWS
     for piece in pieces(output, size):
         one.feed(piece)
@@ -66,12 +77,13 @@ def test_tokens_that_the_choice_drops_have_no_rows(tokenizer):
 def test_a_choice_that_was_aborted_within_its_prompt_has_no_rows():
     one = choice()
     one.feed(Output("r", 0, finish_reason="abort", message="Abort before prefill"))
-    assert one.routed_experts is None
+    assert one.routed_experts is None and one.new_routed_experts(0) is None
 
 
 def test_a_choice_that_does_not_ask_has_none():
     one = Choice(None, PROMPT, TextOptions())
-    assert one.feed(outputs()[0]).routed == b"" and one.routed_experts is None
+    one.feed(outputs()[0])
+    assert one.routed_experts is None and one.new_routed_experts(1) is None
 
 
 def test_ids_take_the_smallest_type_and_the_description_of_a_model_is_read_back():

@@ -11,6 +11,7 @@ import pytest
 from e2e.server import in_background, until
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.join import profile_of
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
@@ -369,6 +370,13 @@ def test_an_engine_with_another_model_or_quantization_is_refused_by_name(fleet, 
     until(lambda: why in replica.why, 20, "the reason is shown")
     assert "replica-1" in replica.why
     assert (replica.state, fleet.launcher.restarts) == (ReplicaState.JOINING, [])
+
+
+def test_engines_that_return_the_routing_of_tokens_and_others_make_no_fleet(fleet):
+    replica = fleet.replica("replica-0")
+    before = profile_of(replica)
+    replica.client.model_info["routed_experts"] = True
+    assert profile_of(replica) != before
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy.client import generation
+from fastdeploy.client.request_stream import joined
 from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -106,6 +107,15 @@ def test_vllms_callers_get_the_routing_without_asking(vllm):
 def test_each_choice_of_each_prompt_has_its_rows_and_those_of_its_prompt(vllm):
     choices = complete(vllm, prompt=[PROMPT, [7]], n=2).json()["choices"]
     assert [npy(choice["routed_experts"]) for choice in choices] == [rows(0, 5)] * 2 + [rows(0, 3)] * 2
+
+
+@pytest.mark.parametrize("name", ["routed_experts_start", "routed_experts_prompt_start", "routed_experts_start_len"])
+@pytest.mark.parametrize("asks", [{}, {"routed_experts": True}, {"return_routed_experts": True}])
+def test_each_name_of_the_first_row_is_understood_in_each_form(vllm, asks, name):
+    vllm.engine.seen.queue.clear()
+    complete(vllm, **asks, **{name: 2})
+    sampling = vllm.engine.expect(AddRequest).sampling
+    assert sampling.routed_experts and sampling.routed_experts_start == 2
 
 
 @pytest.mark.parametrize("start", [1, 3])
@@ -297,7 +307,12 @@ def test_an_abort_before_the_first_token_leaves_no_rows(vllm):
 
 
 def test_a_stop_string_cuts_the_rows_with_the_tokens(vllm):
-    choice = choice_of(complete(vllm, stop=["b"], return_token_ids=True))
+    """Also if the tokens behind it come in the same output."""
+    vllm.script(lambda add: [replace(joined(answer(add))[0], finish_reason="length")])
+    try:
+        choice = choice_of(complete(vllm, stop=["b"], return_token_ids=True))
+    finally:
+        vllm.script(answer)
     assert choice["token_ids"] == [97, 98] and npy(choice["routed_experts"]) == rows(0, 4)
 
 

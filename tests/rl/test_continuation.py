@@ -300,6 +300,11 @@ def test_a_continuation_asks_for_the_rows_that_are_not_here_yet():
     assert joined.routed_experts.array().tolist() == expected
 
 
+def test_a_server_that_returns_rows_unasked_is_told_not_to():
+    _, server = rollout()
+    assert server.requests[0]["routed_experts"] is False
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"start": 1}, "from position 0 on, got 10 bytes of shape"), ({"shape": [4, 2, 1]}, "got 10 bytes"),

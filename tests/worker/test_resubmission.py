@@ -56,11 +56,12 @@ def test_the_rest_of_a_request_has_the_rows_that_its_beginning_lacks(checkpoints
             rows, at = choice.routed_experts.array(), len(ids) + k - 1
             assert len(rows) == len(ids) + 11 and len(choice.token_ids) == 12
             more = params(12 - k, routed_experts_start=at, **asked)
-            rest = llm.generate([ids + choice.token_ids[:k]], more, resumed_tokens=k, first_choice=choice.index)[
-                0
-            ].outputs[0]
+            [again] = llm.generate([ids + choice.token_ids[:k]], more, resumed_tokens=k, first_choice=choice.index)
+            [rest] = again.outputs
             assert rest.token_ids == choice.token_ids[k:]
             assert (rest.routed_experts.start, rest.routed_experts.array().tolist()) == (at, rows[at:].tolist())
+        *before, last = [step[0].outputs[0] for step in llm.generate([ids], params(12, **asked), stream=True)]
+        assert last.routed_experts == whole[0].routed_experts and not any(one.routed_experts for one in before)
 
 
 def test_without_resumed_tokens_the_penalties_would_draw_others(llm):

@@ -50,6 +50,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "length_penalty": (None, 1, 1.0),
 }  # fmt: skip
+# The position of the first row of routed experts, by our name, vLLM's and SGLang's.
+FIRST_ROW = ("routed_experts_start", "routed_experts_prompt_start", "routed_experts_start_len")
 MAX_MESSAGES = 65536
 MAX_TOOLS = 1024
 
@@ -230,17 +232,15 @@ def sampling_of(
 def routing_asked(context: ServingContext, body: GenerationBody) -> Asked | None:
     """Return how the reply to ``body`` has the routing of tokens; None = not at all."""
     if body.routed_experts:
-        vllms = body.routed_experts_start is None and body.routed_experts_prompt_start is not None
-        field = "routed_experts_prompt_start" if vllms else "routed_experts_start"
-        return Asked(Form.NATIVE, "routed_experts", field, getattr(body, field) or 0)
-    if body.return_routed_experts:
-        start = body.routed_experts_start_len or 0
-        return Asked(Form.SGLANG, "return_routed_experts", "routed_experts_start_len", start)
-    form = form_of_server(context)
-    if form is None or False in (body.routed_experts, body.return_routed_experts):
+        form, field = Form.NATIVE, "routed_experts"
+    elif body.return_routed_experts:
+        form, field = Form.SGLANG, "return_routed_experts"
+    elif (wanted := form_of_server(context)) and False not in (body.routed_experts, body.return_routed_experts):
+        form, field = wanted, "routed_experts"
+    else:
         return None
-    start = body.routed_experts_prompt_start or 0
-    return Asked(form, "routed_experts", "routed_experts_prompt_start", start)
+    start_field = next((name for name in FIRST_ROW if getattr(body, name) is not None), FIRST_ROW[0])
+    return Asked(form, field, start_field, getattr(body, start_field) or 0)
 
 
 def text_options(context: ServingContext, body: GenerationBody, prompt_only: bool = False) -> TextOptions:

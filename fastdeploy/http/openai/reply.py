@@ -11,7 +11,7 @@ import msgspec
 from fastdeploy.client.choice import Choice, ChoiceDelta
 from fastdeploy.client.generation import Generation, choice_error
 from fastdeploy.client.pace import Pace
-from fastdeploy.core.experts import RoutedExperts, experts_of
+from fastdeploy.core.experts import RoutedExperts
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.body import given_fields
@@ -233,18 +233,10 @@ class OpenAIReply:
     async def _new_routing(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the routing that an event of a stream has: in our own form that of its tokens, so that nothing is lost
         if the stream breaks off; else that of all tokens in the last event of the choice."""
-        if self._routing_form is Form.NATIVE:
-            return await self._routing(self._new_rows(index, delta)) if delta.routed else {}
         whole = self.generation.choices[index]
+        if self._routing_form is Form.NATIVE:
+            return await self._routing(whole.new_routed_experts(delta.first + len(delta.token_ids)))
         return {} if delta.finish_reason is None else await self._routing(whole.routed_experts)
-
-    def _new_rows(self, index: int, delta: ChoiceDelta) -> RoutedExperts:
-        """Return the rows of ``delta``, which end before its last token."""
-        info = experts_of(self._context.client.model_info)
-        assert info is not None, "a dense model has rows"
-        rows = RoutedExperts(info, delta.routed)
-        end = len(self._prompt(index)) + delta.first + len(delta.token_ids) - 1
-        return rows._replace(start=end - rows.num_rows)
 
     def _prompt(self, index: int) -> list[int]:
         return self.generation.prompts[index // self.generation.n]

@@ -24,7 +24,9 @@ import socket
 import subprocess
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout import base as rollout_base
@@ -56,6 +58,11 @@ def _options(config: Any) -> dict[str, Any]:
     return dict((config.engine_kwargs or {}).get(NAME, {}))
 
 
+def _output(routed_experts: np.ndarray | None, **fields: Any) -> TokenOutput:
+    """Return a reply. verl joins the routing of attempts as tensors."""
+    return TokenOutput(routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts), **fields)
+
+
 def actor_name(replica_rank: int, suffix: str = "") -> str:
     return f"{NAME}_server_{replica_rank}_0{suffix}"
 
@@ -80,7 +87,7 @@ class FastDeployServer(VerlServer):
             serve = ["serve", "--model", model, "--host", address, "--port", str(port)]
             environment = os.environ | {KEYS[name]: key for name, key in keys.items() if key}
             self._process = subprocess.Popen([*command[:1], *serve, *command[1:]], env=environment)
-        super().__init__(url, limits, TokenOutput, control_url=control_url, **keys)
+        super().__init__(url, limits, _output, control_url=control_url, **keys)
         self._keys = keys
 
     async def start(self) -> str:
@@ -140,6 +147,7 @@ class FastDeployReplica(RolloutReplica):
             frees_kv=frees and self.rollout_mode is not RolloutMode.COLOCATED,
             seed=self.replica_rank + config.seed if config.full_determinism else None,
             logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
+            routed_experts=config.enable_rollout_routing_replay,
         )
 
     def rollout_worker_use_gpu(self) -> bool:

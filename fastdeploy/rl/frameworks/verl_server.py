@@ -14,7 +14,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastdeploy.core.errors import ContextLengthExceeded, FastDeployError, InvalidField
+from fastdeploy.core.experts import RoutedExperts
 from fastdeploy.core.sampling_params import NO_SEED
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.connection import Connection, one_address, repeat
@@ -39,7 +42,8 @@ STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 class Limits:
     """Settings of verl's rollout config; lengths in tokens. sleeps: sleep and wake_up have an effect. frees_kv:
     release_kv_cache and resume_kv_cache have an effect. seed: seed of requests without one (full_determinism); None: a
-    random seed for each. logprobs_mode: as our server spells it."""
+    random seed for each. logprobs_mode: as our server spells it. routed_experts: replies tell which experts computed
+    each token (enable_rollout_routing_replay)."""
 
     prompt_length: int
     response_length: int
@@ -49,6 +53,7 @@ class Limits:
     frees_kv: bool = True
     seed: int | None = None
     logprobs_mode: str = "processed"
+    routed_experts: bool = False
 
     def max_tokens(self, asked: int | None, prompt_tokens: int) -> int:
         """Return a request's limit: ``asked``, else the rest of the response length; never more than the context
@@ -90,8 +95,8 @@ def address_of(replica_rank: int, options: Mapping[str, Any]) -> Address:
 
 
 class VerlServer:
-    """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields.
-    access: api_key, control_key and control_url of Connection."""
+    """The server handle. output: makes a reply from token_ids, log_probs, routed_experts (see ``_of_all_layers``),
+    stop_reason, num_preempted, extra_fields. access: api_key, control_key and control_url of Connection."""
 
     def __init__(self, url: str, limits: Limits, output: Callable[..., Any], **access: Any):
         self._limits = limits
@@ -181,6 +186,7 @@ class VerlServer:
         params["logprobs"] = 0 if given.get("logprobs") else None
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
+        params["routed_experts"] = self._limits.routed_experts
         if self._limits.seed is not None and params.get("seed", NO_SEED) == NO_SEED:
             # With one seed for all requests, equal prompts would get equal answers. The ids of verl's requests differ,
             # and are the same in each run.
@@ -203,6 +209,7 @@ class VerlServer:
         return self._output(
             token_ids=rollout.token_ids,
             log_probs=rollout.logprobs,
+            routed_experts=None if rollout.routed_experts is None else _of_all_layers(rollout.routed_experts),
             stop_reason=STOP_REASONS.get(rollout.finish_reason, rollout.finish_reason),
             num_preempted=rollout.num_preempted,
             extra_fields=fields,
@@ -344,3 +351,10 @@ async def peek_first(weights: NamedTensors) -> tuple[bool, AsyncIterator[tuple[s
                 yield pair
 
     return first is not None, all_pairs()
+
+
+def _of_all_layers(routed: RoutedExperts) -> np.ndarray:
+    """Return rows as verl's own backends do: int32 [rows, layers of the model, top_k], zeros for dense layers."""
+    rows = np.zeros((routed.num_rows, routed.info.num_layers, routed.info.top_k), np.int32)
+    rows[:, routed.info.layers] = routed.array()
+    return rows

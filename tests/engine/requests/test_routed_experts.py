@@ -150,12 +150,14 @@ def test_a_client_that_attaches_to_a_retained_request_gets_all_rows(rounds):
     h.run_rounds(rounds)
     h.send(m.CancelRequest("r"))
     h.run_rounds()
-    kept = h.engine.retention.nbytes
     h.add("r", LONG, client="b", **asked)
     h.run_out()
     h.run_rounds()
     assert_rows(h, "r", LONG, client="b")
-    assert kept >= EXPERTS.row_bytes * len(LONG)
+    kept = h.engine.retention.nbytes
+    h.add("s", LONG, **asked | {"routed_experts": False})
+    h.run_out()
+    assert 2 * kept - h.engine.retention.nbytes == len(h.stream("r", client="b").routed), "rows count as kept bytes"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,21 @@ async def test_a_broken_generation_is_returned_as_aborted_with_its_tokens(kind, 
         assert len(server.requests) == 1, "verl's client continues, the handle does not"
 
 
+async def test_routing_has_all_layers_and_is_joined_over_attempts_as_verl_joins_it():
+    async with handle(None, Fault("abort", 3), limits=replace(LIMITS, routed_experts=True)) as (server, verl):
+        whole = await verl.generate(PROMPT, PARAMS, "r1")
+        first = await verl.generate(PROMPT, PARAMS, "r2")
+        rest = await verl.generate(PROMPT + first.token_ids, PARAMS | {"max_tokens": 5}, "r3")
+        assert [out.routed_experts.shape for out in (whole, first, rest)] == [(12, 3, 1), (7, 3, 1), (12, 3, 1)]
+        expected = [[[p % 4], [0], [p * p // 3 % 4]] for p in range(len(PROMPT) + 8 - 1)]
+        assert whole.routed_experts.tolist() == expected
+        joined = [*first.routed_experts.tolist(), *rest.routed_experts[-len(rest.token_ids) :].tolist()]
+        assert joined == expected
+    async with handle(Fault("abort", 0)) as (server, verl):
+        assert (await verl.generate(PROMPT, PARAMS, "r1")).routed_experts is None
+        assert server.requests[0]["routed_experts"] is False
+
+
 async def test_the_reported_steps_are_those_at_which_the_tokens_were_sampled():
     async with handle() as (server, verl):
         server.version = "4"
