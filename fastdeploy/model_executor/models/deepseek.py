@@ -13,6 +13,7 @@ from fastdeploy.model_executor.model_config import (
     flag,
     positive,
     read_common,
+    refuse_other_values,
     refuse_rope_scaling,
     rope_settings,
 )
@@ -70,9 +71,9 @@ DEFAULTS = {
     },
 }
 # Keys of which one value is supported: that with which transformers computes if it does not read the key.
-FIXED = {
-    V2: {"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
-    V3: {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+FIXED: dict[str, dict[str, list[Any]]] = {
+    V2: {"moe_layer_freq": [1], "norm_topk_prob": [False], "scoring_func": ["softmax"], "topk_method": ["greedy"]},
+    V3: {"moe_layer_freq": [1], "scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]},
 }
 KEYS = {
     "experts": "n_routed_experts",
@@ -103,9 +104,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
     """See ``Architecture.read_config``."""
     architecture = raw["architectures"][0]
     raw = DEFAULTS[architecture] | raw
-    for key, value in FIXED[architecture].items():
-        if raw.get(key, value) != value:
-            raise InvalidField(key, f"only {shown(value)} is supported for {architecture}, got {shown(raw[key])}")
+    refuse_other_values(raw, FIXED[architecture])
     heads = count(raw, "num_attention_heads")
     if raw.get("num_key_value_heads") not in (None, heads):
         text = f"expected {heads}, as num_attention_heads, got {shown(raw['num_key_value_heads'])}"

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.model_executor.model_config import ModelConfig, count, positive, read_common, refuse_rope_scaling
+from fastdeploy.model_executor.model_config import (
+    ModelConfig,
+    count,
+    positive,
+    read_common,
+    refuse_other_values,
+    refuse_rope_scaling,
+)
 from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.ernie import MORE_TOKENS, refuse_other_values
-from fastdeploy.model_executor.models.ernie import PLAIN_VALUES as DENSE_VALUES
+from fastdeploy.model_executor.models.ernie import MORE_TOKENS, PLAIN_VALUES
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -30,10 +36,9 @@ DEFAULTS = {
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
 }
-# Keys of Baidu's own configs that change the result, and the values that are the same as no key. With biases Baidu's
-# experts have some, and those of transformers have none, so a config with biases is two models.
-PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    **{key: values for key, values in DENSE_VALUES.items() if key != "moe_num_experts"},
+# Keys of a mixture, as those of PLAIN_VALUES. With biases Baidu's experts have some, and those of transformers have
+# none, so a config with biases is two models.
+PLAIN_MIXTURE: dict[str, tuple[Any, ...]] = {
     "use_bias": (False, None),
     "moe_gate_act": ("softmax", None),
     "moe_norm_gate_logits": (True, None),
@@ -53,7 +58,7 @@ class ErnieMoeConfig(ModelConfig):
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieMoeConfig:
     """See ``Architecture.read_config``."""
-    refuse_other_values(raw, PLAIN_VALUES)
+    refuse_other_values(raw, PLAIN_VALUES | PLAIN_MIXTURE)
     refuse_rope_scaling(raw)
     raw = DEFAULTS | raw
     common = read_common(raw, generation)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import (
     FULL,
     SLIDING,
@@ -15,6 +14,7 @@ from fastdeploy.model_executor.model_config import (
     flag,
     layer_kinds,
     read_common,
+    refuse_other_values,
     refuse_rope_scaling,
     rope_settings,
 )
@@ -50,7 +50,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-CONSTANTS = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
+FIXED = {"swiglu_alpha": [SWIGLU_ALPHA], "swiglu_limit": [SWIGLU_LIMIT]}
 KEYS = {"experts": "num_local_experts", "inner": "intermediate_size", "top_k": "num_experts_per_tok"}
 
 
@@ -70,9 +70,7 @@ class GptOssConfig(ModelConfig):
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig:
     """See ``Architecture.read_config``."""
     raw = DEFAULTS | raw
-    for key, value in CONSTANTS.items():
-        if raw.get(key, value) != value:
-            raise InvalidField(key, f"only {value} is supported, got {shown(raw[key])}")
+    refuse_other_values(raw, FIXED)
     if not raw.get("rope_scaling") and raw.get("rope_parameters") is None:
         raw = raw | {"rope_parameters": ROPE}
     common = read_common(raw, generation)
