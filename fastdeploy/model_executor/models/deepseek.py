@@ -14,16 +14,8 @@ from fastdeploy.model_executor.model_config import (
     positive,
     read_common,
     refuse_other_values,
-    refuse_rope_scaling,
-    rope_settings,
 )
-from fastdeploy.model_executor.models.decoder import (
-    Mlp,
-    Yarn,
-    read_yarn,
-    rope_of,
-    yarn_scale,
-)
+from fastdeploy.model_executor.models.decoder import Mlp, Yarn, read_yarn, rope_of, yarn_scale
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
@@ -111,8 +103,6 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         raise InvalidField("num_key_value_heads", text)
     if architecture == V2 and flag(raw, "mlp_bias"):
         raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
-    refuse_rope_scaling(raw, "yarn")
-    _, rope = rope_settings(raw)
     latent = read_latent(raw)
     # head_dim of config.json is the rotary part alone.
     common = read_common(raw | {"num_key_value_heads": 1, "head_dim": latent.key_dim}, generation)
@@ -120,7 +110,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
         **vars(common),
         latent=latent,
         mixture=check_mixture(_read_mixture(raw, common), common.hidden_size, KEYS),
-        yarn=read_yarn(raw) if rope.get("rope_type", rope.get("type")) == "yarn" else None,
+        yarn=read_yarn(raw),
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
         more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),

@@ -15,22 +15,13 @@ from fastdeploy.model_executor.model_config import (
     layer_kinds,
     read_common,
     refuse_other_values,
-    refuse_rope_scaling,
-    rope_settings,
 )
-from fastdeploy.model_executor.models.decoder import (
-    Attention,
-    ByLayer,
-    Yarn,
-    read_yarn,
-    rope_of,
-)
+from fastdeploy.model_executor.models.decoder import YARN, Attention, ByLayer, Yarn, read_yarn, rope_of
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
 
-YARN = "yarn"
 DEFAULTS = {
     "attention_bias": True,
     "head_dim": 64,
@@ -74,8 +65,6 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig
     if not raw.get("rope_scaling") and raw.get("rope_parameters") is None:
         raw = raw | {"rope_parameters": ROPE}
     common = read_common(raw, generation)
-    refuse_rope_scaling(raw, YARN)
-    settings = rope_settings(raw)[1]
     layers = common.num_hidden_layers
     kinds = raw.get("layer_types")
     layer_types = layer_kinds([(SLIDING, FULL)[i % 2] for i in range(layers)] if kinds is None else kinds, layers)
@@ -91,7 +80,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig
         attention_bias=flag(raw, "attention_bias"),
         layer_types=layer_types,
         sliding_window=count(raw, "sliding_window") if SLIDING in layer_types else 0,
-        yarn=read_yarn(raw) if settings.get("rope_type", settings.get("type")) == YARN else None,
+        yarn=read_yarn(raw),
         mixture=check_mixture(mixture, common.hidden_size, KEYS),
     )
 
