@@ -15,7 +15,7 @@ from fastdeploy.model_executor.model_config import (
     read_common,
     refuse_other_values,
 )
-from fastdeploy.model_executor.models.decoder import Mlp, Yarn, read_yarn, rope_of, yarn_scale
+from fastdeploy.model_executor.models.decoder import Yarn, read_yarn, rope_of, yarn_scale
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
@@ -146,10 +146,8 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_of(latent.qk_rope_head_dim, config.rope_theta, yarn, max_model_len)
     attention = LatentAttention(config, latent, rope, scale, config.attention_bias, config.rope_interleave)
     bias = "gate.e_score_correction_bias" if config.architecture == V3 else ""
-    dense, experts = Mlp(config), Experts(config, config.mixture, bias=bias)
-    layers = config.num_hidden_layers
-    mlps = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (attention, mlps), ignored=layers_behind(layers, config.more_layers))
+    mlps = mlp_or_experts(Experts(config, config.mixture, bias=bias))
+    return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 
 ARCHITECTURES = {name: Architecture(read_config, build) for name in (V2, V3)}

@@ -14,7 +14,7 @@ from fastdeploy.model_executor.model_config import (
     refuse_other_values,
     refuse_rope_scaling,
 )
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.ernie import MORE_TOKENS, PLAIN_VALUES
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
@@ -94,11 +94,9 @@ def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
 def build(config: ErnieMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
-    dense = Mlp(config)
     experts = Experts(config, config.mixture, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (Attention(config, rope, interleaved=True), of_layers), ignored=MORE_TOKENS)
+    blocks = Attention(config, rope, interleaved=True), mlp_or_experts(experts)
+    return Model(config, ops, blocks, ignored=MORE_TOKENS)
 
 
 ARCHITECTURES = {"Ernie4_5_MoeForCausalLM": Architecture(read_config, build)}

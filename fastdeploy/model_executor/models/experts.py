@@ -92,18 +92,14 @@ def of_experts(parameter: Parameter) -> bool:
 @dataclass(frozen=True)
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
-    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. shared: the name of the shared MLP in
-    ``mlp``. biases: experts and shared MLP have biases. router_bias: the router's linear has one. fused: tensors have
-    all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
+    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. router_bias: the router's linear has a
+    bias. fused: tensors have all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
 
     config: ModelConfig
     mixture: Mixture
     router: str = "gate"
     bias: str = ""
     bias_is_row: bool = False
-    shared: str = "shared_experts"
-    biases: bool = False
-    norm: str = "post_attention_layernorm"
     router_bias: bool = False
     activation: Activation = Activation.SILU
     fused: bool = False
@@ -113,20 +109,18 @@ class Experts:
         hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
         mlp = prefix + "mlp."
         found = [
-            vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
+            vector(key + "post_norm", prefix + "post_attention_layernorm.weight", hidden),
             linear(key + "router", {mlp + self.router: of.experts}, hidden, self.router_bias, Use.EXACT),
             *self._experts(key, mlp + "experts."),
         ]
         if self.bias:
             found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
         if of.shared_inner:
-            shared = f"{mlp}{self.shared}."
+            shared = mlp + "shared_experts."
             gate_up = {f"{shared}{name}_proj": of.shared_inner for name in ("gate", "up")}
             found += [
-                linear(key + "shared_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
-                linear(
-                    key + "shared_down", {shared + "down_proj": hidden}, of.shared_inner, self.biases, Use.QUANTIZED
-                ),
+                linear(key + "shared_gate_up", gate_up, hidden, use=Use.QUANTIZED),
+                linear(key + "shared_down", {shared + "down_proj": hidden}, of.shared_inner, use=Use.QUANTIZED),
             ]
         return found
 
@@ -143,8 +137,8 @@ class Experts:
         gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
         down = {f"{expert}down_proj": hidden for expert in experts}
         return [
-            linear(keys[0], gate_up, hidden, self.biases, Use.QUANTIZED),
-            linear(keys[1], down, of.inner, self.biases, Use.QUANTIZED),
+            linear(keys[0], gate_up, hidden, use=Use.QUANTIZED),
+            linear(keys[1], down, of.inner, use=Use.QUANTIZED),
         ]
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
@@ -174,12 +168,13 @@ class Experts:
         )
 
 
-def mlp_or_experts(mixture: Mixture, layers: int, mlp: Mlp, experts: Experts) -> ByLayer:
-    """Return the builder of the second block of ``layers`` layers: experts where the mixture has them, else an MLP."""
-    return ByLayer([experts if layer in mixture.layers else mlp for layer in range(layers)])
+def mlp_or_experts(experts: Experts) -> ByLayer:
+    """Return the builder of the second block of every layer: experts where the mixture has them, else an MLP."""
+    mlp, layers = Mlp(experts.config), range(experts.config.num_hidden_layers)
+    return ByLayer([experts if layer in experts.mixture.layers else mlp for layer in layers])
 
 
-def layers_behind(layers: int, more: int) -> tuple[str, ...]:
+def layers_behind(config: ModelConfig, more: int) -> tuple[str, ...]:
     """Return how the names begin of the tensors of ``more`` layers behind the model's own: layers of a checkpoint that
     predict further tokens, see ``Model.ignored``."""
-    return tuple(f"model.layers.{layers + i}." for i in range(more))
+    return tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(more))

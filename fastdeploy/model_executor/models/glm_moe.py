@@ -17,7 +17,7 @@ from fastdeploy.model_executor.model_config import (
     refuse_rope_scaling,
     rope_settings,
 )
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -108,10 +108,8 @@ def build(config: GlmMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.rotary_dim, config.rope_theta), max_model_len)
     attention = Attention(config, rope, qkv_bias=config.attention_bias, qk_norm=config.qk_norm)
-    dense, experts = Mlp(config), Experts(config, config.mixture, bias="gate.e_score_correction_bias")
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (attention, of_layers), ignored=layers_behind(layers, config.more_layers))
+    mlps = mlp_or_experts(Experts(config, config.mixture, bias="gate.e_score_correction_bias"))
+    return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 
 ARCHITECTURES = {"Glm4MoeForCausalLM": Architecture(read_config, build)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import ModelConfig, count, flag, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.qwen import refuse_sliding_windows
@@ -69,10 +69,8 @@ def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
 def build(config: QwenMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope, bias = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len), config.attention_bias
-    dense, experts = Mlp(config), Experts(config, config.mixture)
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (Attention(config, rope, bias, bias, qk_norm=True), of_layers))
+    mlps = mlp_or_experts(Experts(config, config.mixture))
+    return Model(config, ops, (Attention(config, rope, bias, bias, qk_norm=True), mlps))
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Architecture(read_config, build)}
