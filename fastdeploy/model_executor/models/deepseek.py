@@ -11,12 +11,11 @@ from fastdeploy.model_executor.model_config import (
     ModelConfig,
     count,
     flag,
-    positive,
     read_common,
     refuse_other_values,
 )
 from fastdeploy.model_executor.models.decoder import Yarn, read_yarn, rope_of, yarn_scale
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
+from fastdeploy.model_executor.models.experts import Experts, Mixture, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -62,17 +61,11 @@ DEFAULTS = {
         "v_head_dim": 128,
     },
 }
+SCORES = {V2: RouterScore.SOFTMAX, V3: RouterScore.SIGMOID}
 # Keys of which one value is supported: that with which transformers computes if it does not read the key.
 FIXED: dict[str, dict[str, list[Any]]] = {
     V2: {"moe_layer_freq": [1], "norm_topk_prob": [False], "scoring_func": ["softmax"], "topk_method": ["greedy"]},
     V3: {"moe_layer_freq": [1], "scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]},
-}
-KEYS = {
-    "experts": "n_routed_experts",
-    "inner": "moe_intermediate_size",
-    "top_k": "num_experts_per_tok",
-    "groups": "n_group",
-    "top_groups": "topk_group",
 }
 
 
@@ -101,39 +94,21 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
     if raw.get("num_key_value_heads") not in (None, heads):
         text = f"expected {heads}, as num_attention_heads, got {shown(raw['num_key_value_heads'])}"
         raise InvalidField("num_key_value_heads", text)
-    if architecture == V2 and flag(raw, "mlp_bias"):
-        raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
+    if architecture == V2:
+        raw |= {"n_group": 1, "topk_group": 1}  # the method greedy has no groups, whatever the keys say
+        if flag(raw, "mlp_bias"):
+            raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
     latent = read_latent(raw)
     # head_dim of config.json is the rotary part alone.
     common = read_common(raw | {"num_key_value_heads": 1, "head_dim": latent.key_dim}, generation)
     return DeepseekConfig(
         **vars(common),
         latent=latent,
-        mixture=check_mixture(_read_mixture(raw, common), common.hidden_size, KEYS),
+        mixture=read_mixture(raw, common, SCORES[architecture]),
         yarn=read_yarn(raw),
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
         more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
-    )
-
-
-def _read_mixture(raw: dict[str, Any], common: ModelConfig) -> Mixture:
-    dense, layers = count(raw, "first_k_dense_replace", least=0), common.num_hidden_layers
-    if dense >= layers:
-        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (the layers), got {dense}")
-    inner = count(raw, "moe_intermediate_size")
-    grouped = common.architecture == V3
-    return Mixture(
-        layers=tuple(range(dense, layers)),
-        experts=count(raw, "n_routed_experts"),
-        inner=inner,
-        top_k=count(raw, "num_experts_per_tok"),
-        score=RouterScore.SIGMOID if grouped else RouterScore.SOFTMAX,
-        groups=count(raw, "n_group") if grouped else 1,
-        top_groups=count(raw, "topk_group") if grouped else 1,
-        normalize=grouped and flag(raw, "norm_topk_prob"),
-        scale=positive(raw, "routed_scaling_factor"),
-        shared_inner=inner * count(raw, "n_shared_experts", least=0),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
-from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive
 from fastdeploy.model_executor.models.decoder import ByLayer, Mlp
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.blocks import (
@@ -33,6 +33,13 @@ from fastdeploy.model_executor.parameters import (
 
 GATE_UP, DOWN = "experts_gate_up", "experts_down"  # the ends of the keys of parameters
 MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
+DEEPSEEK_KEYS = {
+    "experts": "n_routed_experts",
+    "inner": "moe_intermediate_size",
+    "top_k": "num_experts_per_tok",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+}
 
 
 class Mixture(NamedTuple):
@@ -74,6 +81,28 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
     if mixture.top_k > allowed:
         raise refuse("top_k", f"at most {allowed} (the experts that may be chosen)")
     return mixture
+
+
+def read_mixture(raw: dict[str, Any], config: ModelConfig, score: RouterScore) -> Mixture:
+    """Read the mixture of a config with the keys of DeepSeek: the first layers are dense, the others have experts and a
+    shared MLP. config: the common part. Raises InvalidField."""
+    dense, layers = count(raw, "first_k_dense_replace", least=0), config.num_hidden_layers
+    if dense >= layers:
+        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (num_hidden_layers), got {dense}")
+    inner = count(raw, "moe_intermediate_size")
+    mixture = Mixture(
+        layers=tuple(range(dense, layers)),
+        experts=count(raw, "n_routed_experts"),
+        inner=inner,
+        top_k=count(raw, "num_experts_per_tok"),
+        score=score,
+        groups=count(raw, "n_group"),
+        top_groups=count(raw, "topk_group"),
+        normalize=flag(raw, "norm_topk_prob"),
+        scale=positive(raw, "routed_scaling_factor"),
+        shared_inner=inner * count(raw, "n_shared_experts", least=0),
+    )
+    return check_mixture(mixture, config.hidden_size, DEEPSEEK_KEYS)
 
 
 def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:

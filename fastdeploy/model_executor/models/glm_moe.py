@@ -18,7 +18,7 @@ from fastdeploy.model_executor.model_config import (
     rope_settings,
 )
 from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
+from fastdeploy.model_executor.models.experts import Experts, Mixture, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -38,13 +38,6 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 1,
-}
-KEYS = {
-    "experts": "n_routed_experts",
-    "inner": "moe_intermediate_size",
-    "top_k": "num_experts_per_tok",
-    "groups": "n_group",
-    "top_groups": "topk_group",
 }
 
 
@@ -66,29 +59,13 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GlmMoeConfig
     raw = DEFAULTS | raw
     common = read_common(raw, generation)
     refuse_rope_scaling(raw, partial=True)
-    first, layers = count(raw, "first_k_dense_replace", least=0), common.num_hidden_layers
-    if first >= layers:
-        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (num_hidden_layers), got {first}")
-    inner = count(raw, "moe_intermediate_size")
-    mixture = Mixture(
-        layers=tuple(range(first, layers)),
-        experts=count(raw, "n_routed_experts"),
-        inner=inner,
-        top_k=count(raw, "num_experts_per_tok"),
-        score=RouterScore.SIGMOID,
-        groups=count(raw, "n_group"),
-        top_groups=count(raw, "topk_group"),
-        normalize=flag(raw, "norm_topk_prob"),
-        scale=positive(raw, "routed_scaling_factor"),
-        shared_inner=inner * count(raw, "n_shared_experts", least=0),
-    )
     return GlmMoeConfig(
         **vars(common),
         attention_bias=flag(raw, "attention_bias"),
         qk_norm=flag(raw, "use_qk_norm"),
         rotary_dim=_rotary_dim(raw, common.head_dim),
         more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
-        mixture=check_mixture(mixture, common.hidden_size, KEYS),
+        mixture=read_mixture(raw, common, RouterScore.SIGMOID),
     )
 
 
