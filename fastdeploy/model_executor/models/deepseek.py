@@ -6,16 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import (
-    MAX_LAYERS,
-    ModelConfig,
-    count,
-    flag,
-    read_common,
-    refuse_other_values,
-)
+from fastdeploy.model_executor.model_config import MAX_LAYERS, count, flag, read_common, refuse_other_values
 from fastdeploy.model_executor.models.decoder import Yarn, read_yarn, rope_of, yarn_scale
-from fastdeploy.model_executor.models.experts import Experts, Mixture, layers_behind, mlp_or_experts, read_mixture
+from fastdeploy.model_executor.models.experts import Experts, MixtureConfig, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -70,7 +63,7 @@ FIXED: dict[str, dict[str, list[Any]]] = {
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(ModelConfig):
+class DeepseekConfig(MixtureConfig):
     """The config of a DeepSeek model. num_key_value_heads and head_dim are those of the KV cache: one key for all
     heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding. more_layers:
     layers of a checkpoint behind those of the model. They predict further tokens and are not used here."""
@@ -78,7 +71,6 @@ class DeepseekConfig(ModelConfig):
     keys_only: ClassVar[bool] = True
 
     latent: Latent
-    mixture: Mixture
     yarn: Yarn | None
     rope_interleave: bool
     attention_bias: bool
@@ -121,7 +113,7 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_of(latent.qk_rope_head_dim, config.rope_theta, yarn, max_model_len)
     attention = LatentAttention(config, latent, rope, scale, config.attention_bias, config.rope_interleave)
     bias = "gate.e_score_correction_bias" if config.architecture == V3 else ""
-    mlps = mlp_or_experts(Experts(config, config.mixture, bias=bias))
+    mlps = mlp_or_experts(Experts(config, bias=bias))
     return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 

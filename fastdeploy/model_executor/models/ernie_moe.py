@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import (
-    ModelConfig,
     count,
     positive,
     read_common,
@@ -16,7 +14,7 @@ from fastdeploy.model_executor.model_config import (
 )
 from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.ernie import MORE_TOKENS, PLAIN_VALUES
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
+from fastdeploy.model_executor.models.experts import Experts, Mixture, MixtureConfig, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -49,14 +47,7 @@ PLAIN_MIXTURE: dict[str, tuple[Any, ...]] = {
 KEYS = {"experts": "moe_num_experts", "inner": "moe_intermediate_size", "top_k": "moe_k"}
 
 
-@dataclass(frozen=True)
-class ErnieMoeConfig(ModelConfig):
-    """The config of an ERNIE 4.5 model with experts."""
-
-    mixture: Mixture
-
-
-def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieMoeConfig:
+def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> MixtureConfig:
     """See ``Architecture.read_config``."""
     refuse_other_values(raw, PLAIN_VALUES | PLAIN_MIXTURE)
     refuse_rope_scaling(raw)
@@ -75,7 +66,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieMoeConf
         norm_min=positive(raw, "moe_norm_min"),
         shared_inner=inner * count(raw, "moe_num_shared_experts", least=0),
     )
-    return ErnieMoeConfig(**vars(common), mixture=check_mixture(mixture, common.hidden_size, KEYS))
+    return MixtureConfig(**vars(common), mixture=check_mixture(mixture, common.hidden_size, KEYS))
 
 
 def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -91,10 +82,10 @@ def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
     return found
 
 
-def build(config: ErnieMoeConfig, ops: Ops, max_model_len: int) -> Model:
+def build(config: MixtureConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
-    experts = Experts(config, config.mixture, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
+    experts = Experts(config, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
     blocks = Attention(config, rope, interleaved=True), mlp_or_experts(experts)
     return Model(config, ops, blocks, ignored=MORE_TOKENS)
 

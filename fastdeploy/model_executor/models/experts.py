@@ -60,6 +60,13 @@ class Mixture(NamedTuple):
     shared_inner: int = 0
 
 
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """The config of a model with experts in some or all layers."""
+
+    mixture: Mixture
+
+
 def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mixture:
     """Return the mixture. Raises InvalidField for sizes that cannot be computed. hidden: the size of the residual.
     keys: the key in config.json of each field that is checked: experts, inner, top_k, groups, top_groups."""
@@ -106,10 +113,10 @@ def read_mixture(raw: dict[str, Any], config: ModelConfig, score: RouterScore) -
 
 
 def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:
-    """Return the experts layers of a config with a field ``mixture``; None for a dense model."""
-    mixture: Mixture | None = getattr(config, "mixture", None)
-    if mixture is None:
+    """Return the experts layers of a config; None for a dense model."""
+    if not isinstance(config, MixtureConfig):
         return None
+    mixture = config.mixture
     return ExpertsInfo(mixture.layers, config.num_hidden_layers, mixture.experts, mixture.top_k)
 
 
@@ -124,8 +131,7 @@ class Experts:
     without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. router_bias: the router's linear has a
     bias. fused: tensors have all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
 
-    config: ModelConfig
-    mixture: Mixture
+    config: MixtureConfig
     router: str = "gate"
     bias: str = ""
     bias_is_row: bool = False
@@ -135,8 +141,8 @@ class Experts:
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
-        hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
-        mlp = prefix + "mlp."
+        c, of, key, prefix = self.config, self.config.mixture, f"layers.{layer}.", f"model.layers.{layer}."
+        hidden, mlp = c.hidden_size, prefix + "mlp."
         found = [
             vector(key + "post_norm", prefix + "post_attention_layernorm.weight", hidden),
             linear(key + "router", {mlp + self.router: of.experts}, hidden, self.router_bias, Use.EXACT),
@@ -155,7 +161,7 @@ class Experts:
 
     def _experts(self, key: str, prefix: str) -> list[Parameter]:
         """Return the two linears of the experts. prefix: of the names of their tensors."""
-        hidden, of, keys = self.config.hidden_size, self.mixture, (key + GATE_UP, key + DOWN)
+        hidden, of, keys = self.config.hidden_size, self.config.mixture, (key + GATE_UP, key + DOWN)
         if self.fused:
             both, down_proj = ((f"{prefix}{name}_proj", f"{prefix}{name}_proj_bias") for name in ("gate_up", "down"))
             return [
@@ -172,7 +178,7 @@ class Experts:
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
-        of, key = self.mixture, f"layers.{layer}."
+        c, of, key = self.config, self.config.mixture, f"layers.{layer}."
         spec = RouterSpec(
             place=of.layers.index(layer),
             top_k=of.top_k,
@@ -185,8 +191,8 @@ class Experts:
             norm_min=of.norm_min,
         )
         return ExpertsBlock(
-            norm=norm_weight(self.config, values[key + "post_norm"]),
-            norm_eps=self.config.rms_norm_eps,
+            norm=norm_weight(c, values[key + "post_norm"]),
+            norm_eps=c.rms_norm_eps,
             router=as_linear(values[key + "router"]),
             routing=spec,
             gate_up=as_linear(values[key + GATE_UP]),
@@ -199,8 +205,8 @@ class Experts:
 
 def mlp_or_experts(experts: Experts) -> ByLayer:
     """Return the builder of the second block of every layer: experts where the mixture has them, else an MLP."""
-    mlp, layers = Mlp(experts.config), range(experts.config.num_hidden_layers)
-    return ByLayer([experts if layer in experts.mixture.layers else mlp for layer in layers])
+    config, mlp = experts.config, Mlp(experts.config)
+    return ByLayer([experts if i in config.mixture.layers else mlp for i in range(config.num_hidden_layers)])
 
 
 def layers_behind(config: ModelConfig, more: int) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import (
     MAX_LAYERS,
-    ModelConfig,
     count,
     flag,
     positive,
@@ -18,7 +17,7 @@ from fastdeploy.model_executor.model_config import (
     rope_settings,
 )
 from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.experts import Experts, Mixture, layers_behind, mlp_or_experts, read_mixture
+from fastdeploy.model_executor.models.experts import Experts, MixtureConfig, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -42,7 +41,7 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class GlmMoeConfig(ModelConfig):
+class GlmMoeConfig(MixtureConfig):
     """The config of a GLM-4.5 model. attention_bias: q, k and v have biases. qk_norm: q and k have an RMSNorm per head.
     rotary_dim: how many dimensions of a head are rotated. more_layers: layers of a checkpoint behind those of the
     model. They predict further tokens and are not used here."""
@@ -51,7 +50,6 @@ class GlmMoeConfig(ModelConfig):
     qk_norm: bool
     rotary_dim: int
     more_layers: int
-    mixture: Mixture
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GlmMoeConfig:
@@ -85,7 +83,7 @@ def build(config: GlmMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.rotary_dim, config.rope_theta), max_model_len)
     attention = Attention(config, rope, qkv_bias=config.attention_bias, qk_norm=config.qk_norm)
-    mlps = mlp_or_experts(Experts(config, config.mixture, bias="gate.e_score_correction_bias"))
+    mlps = mlp_or_experts(Experts(config, bias="gate.e_score_correction_bias"))
     return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from fastdeploy.model_executor.model_config import (
     FULL,
     SLIDING,
-    ModelConfig,
     count,
     flag,
     layer_kinds,
@@ -17,7 +16,7 @@ from fastdeploy.model_executor.model_config import (
     refuse_other_values,
 )
 from fastdeploy.model_executor.models.decoder import YARN, Attention, ByLayer, Yarn, read_yarn, rope_of
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
+from fastdeploy.model_executor.models.experts import Experts, Mixture, MixtureConfig, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -46,7 +45,7 @@ KEYS = {"experts": "num_local_experts", "inner": "intermediate_size", "top_k": "
 
 
 @dataclass(frozen=True)
-class GptOssConfig(ModelConfig):
+class GptOssConfig(MixtureConfig):
     """The config of a gpt-oss model. attention_bias: the four projections of the attention have biases. layer_types:
     of each layer, sliding_attention or full_attention. sliding_window: the tokens that a token of a sliding layer
     attends to, itself included; 0 if no layer slides. yarn: None for the default rotary embedding."""
@@ -55,7 +54,6 @@ class GptOssConfig(ModelConfig):
     layer_types: tuple[str, ...]
     sliding_window: int
     yarn: Yarn | None
-    mixture: Mixture
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig:
@@ -91,9 +89,7 @@ def build(config: GptOssConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_of(config.head_dim, config.rope_theta, config.yarn, max_model_len)
     windows = {SLIDING: config.sliding_window, FULL: 0}
     kinds = {kind: Attention(config, rope, bias, bias, window=size, sinks=True) for kind, size in windows.items()}
-    experts = Experts(
-        config, config.mixture, router="router", router_bias=True, activation=Activation.SWIGLU_CLAMPED, fused=True
-    )
+    experts = Experts(config, "router", router_bias=True, activation=Activation.SWIGLU_CLAMPED, fused=True)
     return Model(config, ops, (ByLayer([kinds[kind] for kind in config.layer_types]), experts))
 
 
