@@ -20,6 +20,7 @@ from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORME
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, read_json
 from fastdeploy.model_executor.models.interface import EMBEDDING, LM_HEAD, Model
+from fastdeploy.model_executor.ops.blocks import MAX_EXPERTS
 from fastdeploy.model_executor.ops.interface import View
 from fastdeploy.model_executor.safetensors_source import DTYPES, SafetensorsReader, TensorEntry, refuse_tensor
 
@@ -39,7 +40,6 @@ STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<linear>\w+_proj)(?P<pa
 ALL_EXPERTS = re.compile(r".*\.mlp\.experts\.\w+_proj(_bias)?")  # a checkpoint of gpt-oss has this, in each layout
 IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 ROUTER, ROUTER_BIAS = ".mlp.gate.weight", "e_score_correction_bias"
-MAX_EXPERTS = 1 << 16  # of a layer
 DTYPE_SINCE = (4, 56)  # from this version on transformers writes the key "dtype", as Paddle does
 
 

@@ -105,10 +105,10 @@ def _modules_with_tensors(reader: SafetensorsReader) -> list[str]:
 
 def _modules(model: Model) -> Modules:
     linears = [_module(name) for parameter in model.adaptable for name in parameter.weights]
-    fixed = {_module(name): one for one in model.parameters for name in one.weights if _module(name) not in linears}
-    experts = [name for name, one in fixed.items() if not one.is_vector and one.use is not Use.ADAPTED]
-    output = model.adaptable[-1].weights[0]
-    return Modules(tuple(linears), _module(output), tuple(sorted(fixed.keys() - experts)), tuple(experts))
+    modules = {_module(name): one for one in model.parameters for name in one.weights}
+    experts = [name for name, one in modules.items() if not one.is_vector and one.use is not Use.ADAPTED]
+    others = modules.keys() - {*linears, *experts}
+    return Modules(tuple(linears), linears[-1], tuple(sorted(others)), tuple(experts))
 
 
 def _module(weight: str) -> str:

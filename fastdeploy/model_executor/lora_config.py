@@ -204,12 +204,12 @@ def _of_pattern(values: Mapping[str, Any] | None, hit: _Hit | None, default: Any
 
 
 def _is_target(name: str, fields: _Fields, modules: Modules, hits: _Hits) -> bool:
-    exclude, target = fields.exclude_modules or frozenset(), fields.target_modules
+    exclude, target = fields.exclude_modules, fields.target_modules
     if name in hits["exclude_modules"] or (isinstance(exclude, frozenset) and _is_named(name, exclude)):
         return False
     if isinstance(target, str):
         if target.lower() == ALL_LINEAR:
-            return name != modules.output and (name in modules.linears or name in modules.experts)
+            return name != modules.output and name not in modules.others
         return name in hits["target_modules"]
     return name in target or (_is_named(name, target) and _in_chosen_layer(name, fields, hits["layers_pattern"]))
 

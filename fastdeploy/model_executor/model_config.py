@@ -5,6 +5,7 @@ An unsupported key that changes the result is never ignored: it raises InvalidFi
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -117,6 +118,13 @@ def refuse_rope_scaling(raw: dict[str, Any], *allowed: str, partial: bool = Fals
             raise InvalidField(key, f"only {supported} is supported, got {shown(kind)}")
         if not partial and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise InvalidField(f"{key}.partial_rotary_factor", "a partial rotary embedding is not supported")
+
+
+def refuse_other_values(raw: Mapping[str, Any], supported: Mapping[str, Sequence[Any]]) -> None:
+    """Raise InvalidField for a key whose value is none of those that are supported. A key may be missing."""
+    for key, values in supported.items():
+        if key in raw and raw[key] not in values:
+            raise InvalidField(key, f"only {shown(values[0])} is supported, got {shown(raw[key])}")
 
 
 def layer_kinds(kinds: Any, layers: int) -> tuple[str, ...]:

@@ -12,7 +12,14 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive, rope_settings
+from fastdeploy.model_executor.model_config import (
+    ModelConfig,
+    count,
+    flag,
+    positive,
+    refuse_rope_scaling,
+    rope_settings,
+)
 from fastdeploy.model_executor.models.interface import BlockBuilder, norm_weight
 from fastdeploy.model_executor.ops.blocks import Activation, AttentionBlock, AttentionSpec, Block, MlpBlock
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
@@ -32,6 +39,9 @@ def rope_frequencies(rotated: int, theta: float) -> np.ndarray:
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
+YARN = "yarn"  # the name in config.json
+
+
 class Yarn(NamedTuple):
     """The rotary embedding YaRN, with the names of config.json. attention_factor: of cosines and sines. mscale_all_dim:
     0 if the config has none."""
@@ -45,9 +55,13 @@ class Yarn(NamedTuple):
     mscale_all_dim: float = 0.0
 
 
-def read_yarn(raw: dict[str, Any]) -> Yarn:
-    """Read the settings of YaRN in a config whose rotary embedding is YaRN. Defaults are those of transformers."""
+def read_yarn(raw: dict[str, Any]) -> Yarn | None:
+    """Read the settings of YaRN, with the defaults of transformers; None for the default rotary embedding. Raises
+    InvalidField for another one."""
+    refuse_rope_scaling(raw, YARN)
     key, settings = rope_settings(raw)
+    if settings.get("rope_type", settings.get("type")) != YARN:
+        return None
     there = {name: value for name, value in settings.items() if value is not None}
     factor, original = positive(there, "factor", where=key), "original_max_position_embeddings"
     names = [name for name in ("mscale", "mscale_all_dim") if there.get(name)]

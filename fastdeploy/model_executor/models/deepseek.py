@@ -6,24 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import (
-    MAX_LAYERS,
-    ModelConfig,
-    count,
-    flag,
-    positive,
-    read_common,
-    refuse_rope_scaling,
-    rope_settings,
-)
-from fastdeploy.model_executor.models.decoder import (
-    Mlp,
-    Yarn,
-    read_yarn,
-    rope_of,
-    yarn_scale,
-)
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
+from fastdeploy.model_executor.model_config import MAX_LAYERS, count, flag, read_common, refuse_other_values
+from fastdeploy.model_executor.models.decoder import Yarn, read_yarn, rope_of, yarn_scale
+from fastdeploy.model_executor.models.experts import Experts, MixtureConfig, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.latent_attention import Latent, LatentAttention, read_latent
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -69,22 +54,16 @@ DEFAULTS = {
         "v_head_dim": 128,
     },
 }
+SCORES = {V2: RouterScore.SOFTMAX, V3: RouterScore.SIGMOID}
 # Keys of which one value is supported: that with which transformers computes if it does not read the key.
-FIXED = {
-    V2: {"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
-    V3: {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-}
-KEYS = {
-    "experts": "n_routed_experts",
-    "inner": "moe_intermediate_size",
-    "top_k": "num_experts_per_tok",
-    "groups": "n_group",
-    "top_groups": "topk_group",
+FIXED: dict[str, dict[str, list[Any]]] = {
+    V2: {"moe_layer_freq": [1], "norm_topk_prob": [False], "scoring_func": ["softmax"], "topk_method": ["greedy"]},
+    V3: {"moe_layer_freq": [1], "scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]},
 }
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(ModelConfig):
+class DeepseekConfig(MixtureConfig):
     """The config of a DeepSeek model. num_key_value_heads and head_dim are those of the KV cache: one key for all
     heads. attention_bias: see ``LatentAttention.bias``. yarn: None for the default rotary embedding. more_layers:
     layers of a checkpoint behind those of the model. They predict further tokens and are not used here."""
@@ -92,7 +71,6 @@ class DeepseekConfig(ModelConfig):
     keys_only: ClassVar[bool] = True
 
     latent: Latent
-    mixture: Mixture
     yarn: Yarn | None
     rope_interleave: bool
     attention_bias: bool
@@ -103,48 +81,26 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> DeepseekConf
     """See ``Architecture.read_config``."""
     architecture = raw["architectures"][0]
     raw = DEFAULTS[architecture] | raw
-    for key, value in FIXED[architecture].items():
-        if raw.get(key, value) != value:
-            raise InvalidField(key, f"only {shown(value)} is supported for {architecture}, got {shown(raw[key])}")
+    refuse_other_values(raw, FIXED[architecture])
     heads = count(raw, "num_attention_heads")
     if raw.get("num_key_value_heads") not in (None, heads):
         text = f"expected {heads}, as num_attention_heads, got {shown(raw['num_key_value_heads'])}"
         raise InvalidField("num_key_value_heads", text)
-    if architecture == V2 and flag(raw, "mlp_bias"):
-        raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
-    refuse_rope_scaling(raw, "yarn")
-    _, rope = rope_settings(raw)
+    if architecture == V2:
+        raw |= {"n_group": 1, "topk_group": 1}  # the method greedy has no groups, whatever the keys say
+        if flag(raw, "mlp_bias"):
+            raise InvalidField("mlp_bias", "biases in the MLPs of DeepSeek are not supported")
     latent = read_latent(raw)
     # head_dim of config.json is the rotary part alone.
     common = read_common(raw | {"num_key_value_heads": 1, "head_dim": latent.key_dim}, generation)
     return DeepseekConfig(
         **vars(common),
         latent=latent,
-        mixture=check_mixture(_read_mixture(raw, common), common.hidden_size, KEYS),
-        yarn=read_yarn(raw) if rope.get("rope_type", rope.get("type")) == "yarn" else None,
+        mixture=read_mixture(raw, common, SCORES[architecture]),
+        yarn=read_yarn(raw),
         rope_interleave=architecture == V2 or flag(raw, "rope_interleave"),
         attention_bias=flag(raw, "attention_bias"),
         more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
-    )
-
-
-def _read_mixture(raw: dict[str, Any], common: ModelConfig) -> Mixture:
-    dense, layers = count(raw, "first_k_dense_replace", least=0), common.num_hidden_layers
-    if dense >= layers:
-        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (the layers), got {dense}")
-    inner = count(raw, "moe_intermediate_size")
-    grouped = common.architecture == V3
-    return Mixture(
-        layers=tuple(range(dense, layers)),
-        experts=count(raw, "n_routed_experts"),
-        inner=inner,
-        top_k=count(raw, "num_experts_per_tok"),
-        score=RouterScore.SIGMOID if grouped else RouterScore.SOFTMAX,
-        groups=count(raw, "n_group") if grouped else 1,
-        top_groups=count(raw, "topk_group") if grouped else 1,
-        normalize=grouped and flag(raw, "norm_topk_prob"),
-        scale=positive(raw, "routed_scaling_factor"),
-        shared_inner=inner * count(raw, "n_shared_experts", least=0),
     )
 
 
@@ -157,10 +113,8 @@ def build(config: DeepseekConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_of(latent.qk_rope_head_dim, config.rope_theta, yarn, max_model_len)
     attention = LatentAttention(config, latent, rope, scale, config.attention_bias, config.rope_interleave)
     bias = "gate.e_score_correction_bias" if config.architecture == V3 else ""
-    dense, experts = Mlp(config), Experts(config, config.mixture, bias=bias)
-    layers = config.num_hidden_layers
-    mlps = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (attention, mlps), ignored=layers_behind(layers, config.more_layers))
+    mlps = mlp_or_experts(Experts(config, bias=bias))
+    return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 
 ARCHITECTURES = {name: Architecture(read_config, build) for name in (V2, V3)}

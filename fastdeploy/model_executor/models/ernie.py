@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import ModelConfig, flag, read_common, refuse_rope_scaling
+from fastdeploy.model_executor.model_config import (
+    ModelConfig,
+    flag,
+    read_common,
+    refuse_other_values,
+    refuse_rope_scaling,
+)
 from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.interface import Ops
@@ -23,7 +27,6 @@ DEFAULTS = {
 }
 # Keys of Baidu's own configs that change the result, and the values that are the same as no key.
 PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    "moe_num_experts": (0, [], None),
     "compression_ratio": (1, None),
     "scale_qk_coeff": (1, None),
     "use_rmsnorm": (True, None),
@@ -42,17 +45,10 @@ class ErnieConfig(ModelConfig):
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieConfig:
     """See ``Architecture.read_config``. Both names of the architecture make the same model."""
-    refuse_other_values(raw, PLAIN_VALUES)
+    refuse_other_values(raw, PLAIN_VALUES | {"moe_num_experts": (0, [], None)})
     refuse_rope_scaling(raw)
     common = read_common(DEFAULTS | raw | {"architectures": [ARCHITECTURE]}, generation)
     return ErnieConfig(**vars(common), use_bias=flag(raw, "use_bias"))
-
-
-def refuse_other_values(raw: Mapping[str, Any], plain: Mapping[str, Sequence[Any]]) -> None:
-    """Raise InvalidField for a key of ``plain`` whose value is none of those there."""
-    for key, values in plain.items():
-        if key in raw and raw[key] not in values:
-            raise InvalidField(key, f"only {shown(values[0])} is supported, got {shown(raw[key])}")
 
 
 def build(config: ErnieConfig, ops: Ops, max_model_len: int) -> Model:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.model_executor.model_config import ModelConfig, count, positive, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.ernie import MORE_TOKENS, refuse_other_values
-from fastdeploy.model_executor.models.ernie import PLAIN_VALUES as DENSE_VALUES
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
+from fastdeploy.model_executor.model_config import (
+    count,
+    positive,
+    read_common,
+    refuse_other_values,
+    refuse_rope_scaling,
+)
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.ernie import MORE_TOKENS, PLAIN_VALUES
+from fastdeploy.model_executor.models.experts import Experts, Mixture, MixtureConfig, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -30,10 +34,9 @@ DEFAULTS = {
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
 }
-# Keys of Baidu's own configs that change the result, and the values that are the same as no key. With biases Baidu's
-# experts have some, and those of transformers have none, so a config with biases is two models.
-PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    **{key: values for key, values in DENSE_VALUES.items() if key != "moe_num_experts"},
+# Keys of a mixture, as those of PLAIN_VALUES. With biases Baidu's experts have some, and those of transformers have
+# none, so a config with biases is two models.
+PLAIN_MIXTURE: dict[str, tuple[Any, ...]] = {
     "use_bias": (False, None),
     "moe_gate_act": ("softmax", None),
     "moe_norm_gate_logits": (True, None),
@@ -44,16 +47,9 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 KEYS = {"experts": "moe_num_experts", "inner": "moe_intermediate_size", "top_k": "moe_k"}
 
 
-@dataclass(frozen=True)
-class ErnieMoeConfig(ModelConfig):
-    """The config of an ERNIE 4.5 model with experts."""
-
-    mixture: Mixture
-
-
-def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieMoeConfig:
+def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> MixtureConfig:
     """See ``Architecture.read_config``."""
-    refuse_other_values(raw, PLAIN_VALUES)
+    refuse_other_values(raw, PLAIN_VALUES | PLAIN_MIXTURE)
     refuse_rope_scaling(raw)
     raw = DEFAULTS | raw
     common = read_common(raw, generation)
@@ -70,7 +66,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> ErnieMoeConf
         norm_min=positive(raw, "moe_norm_min"),
         shared_inner=inner * count(raw, "moe_num_shared_experts", least=0),
     )
-    return ErnieMoeConfig(**vars(common), mixture=check_mixture(mixture, common.hidden_size, KEYS))
+    return MixtureConfig(**vars(common), mixture=check_mixture(mixture, common.hidden_size, KEYS))
 
 
 def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -86,14 +82,12 @@ def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
     return found
 
 
-def build(config: ErnieMoeConfig, ops: Ops, max_model_len: int) -> Model:
+def build(config: MixtureConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len)
-    dense = Mlp(config)
-    experts = Experts(config, config.mixture, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (Attention(config, rope, interleaved=True), of_layers), ignored=MORE_TOKENS)
+    experts = Experts(config, bias="moe_statics.e_score_correction_bias", bias_is_row=True)
+    blocks = Attention(config, rope, interleaved=True), mlp_or_experts(experts)
+    return Model(config, ops, blocks, ignored=MORE_TOKENS)
 
 
 ARCHITECTURES = {"Ernie4_5_MoeForCausalLM": Architecture(read_config, build)}

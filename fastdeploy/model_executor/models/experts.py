@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.experts import ExpertsInfo
-from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.model_config import ModelConfig, count, flag, positive
 from fastdeploy.model_executor.models.decoder import ByLayer, Mlp
 from fastdeploy.model_executor.models.interface import norm_weight
 from fastdeploy.model_executor.ops.blocks import (
@@ -33,6 +33,13 @@ from fastdeploy.model_executor.parameters import (
 
 GATE_UP, DOWN = "experts_gate_up", "experts_down"  # the ends of the keys of parameters
 MULTIPLE = 16  # sizes of experts: a packed weight has whole tiles of columns for each expert
+DEEPSEEK_KEYS = {
+    "experts": "n_routed_experts",
+    "inner": "moe_intermediate_size",
+    "top_k": "num_experts_per_tok",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+}
 
 
 class Mixture(NamedTuple):
@@ -51,6 +58,13 @@ class Mixture(NamedTuple):
     scale: float = 1.0
     norm_min: float = RouterSpec._field_defaults["norm_min"]
     shared_inner: int = 0
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """The config of a model with experts in some or all layers."""
+
+    mixture: Mixture
 
 
 def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mixture:
@@ -76,11 +90,33 @@ def check_mixture(mixture: Mixture, hidden: int, keys: Mapping[str, str]) -> Mix
     return mixture
 
 
+def read_mixture(raw: dict[str, Any], config: ModelConfig, score: RouterScore) -> Mixture:
+    """Read the mixture of a config with the keys of DeepSeek: the first layers are dense, the others have experts and a
+    shared MLP. config: the common part. Raises InvalidField."""
+    dense, layers = count(raw, "first_k_dense_replace", least=0), config.num_hidden_layers
+    if dense >= layers:
+        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (num_hidden_layers), got {dense}")
+    inner = count(raw, "moe_intermediate_size")
+    mixture = Mixture(
+        layers=tuple(range(dense, layers)),
+        experts=count(raw, "n_routed_experts"),
+        inner=inner,
+        top_k=count(raw, "num_experts_per_tok"),
+        score=score,
+        groups=count(raw, "n_group"),
+        top_groups=count(raw, "topk_group"),
+        normalize=flag(raw, "norm_topk_prob"),
+        scale=positive(raw, "routed_scaling_factor"),
+        shared_inner=inner * count(raw, "n_shared_experts", least=0),
+    )
+    return check_mixture(mixture, config.hidden_size, DEEPSEEK_KEYS)
+
+
 def experts_of_config(config: ModelConfig) -> ExpertsInfo | None:
-    """Return the experts layers of a config with a field ``mixture``; None for a dense model."""
-    mixture: Mixture | None = getattr(config, "mixture", None)
-    if mixture is None:
+    """Return the experts layers of a config; None for a dense model."""
+    if not isinstance(config, MixtureConfig):
         return None
+    mixture = config.mixture
     return ExpertsInfo(mixture.layers, config.num_hidden_layers, mixture.experts, mixture.top_k)
 
 
@@ -92,47 +128,40 @@ def of_experts(parameter: Parameter) -> bool:
 @dataclass(frozen=True)
 class Experts:
     """The builder of blocks with experts. router, bias: the names of the router and of its bias for the choice (""
-    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. shared: the name of the shared MLP in
-    ``mlp``. biases: experts and shared MLP have biases. router_bias: the router's linear has one. fused: tensors have
-    all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
+    without) in ``mlp``; bias_is_row: a checkpoint has this bias as [1, experts]. router_bias: the router's linear has a
+    bias. fused: tensors have all experts (``experts_linear``), with biases, and the rows of gate and up take turns."""
 
-    config: ModelConfig
-    mixture: Mixture
+    config: MixtureConfig
     router: str = "gate"
     bias: str = ""
     bias_is_row: bool = False
-    shared: str = "shared_experts"
-    biases: bool = False
-    norm: str = "post_attention_layernorm"
     router_bias: bool = False
     activation: Activation = Activation.SILU
     fused: bool = False
 
     def parameters(self, layer: int) -> list[Parameter]:
         """See ``BlockBuilder.parameters``."""
-        hidden, of, key, prefix = self.config.hidden_size, self.mixture, f"layers.{layer}.", f"model.layers.{layer}."
-        mlp = prefix + "mlp."
+        c, of, key, prefix = self.config, self.config.mixture, f"layers.{layer}.", f"model.layers.{layer}."
+        hidden, mlp = c.hidden_size, prefix + "mlp."
         found = [
-            vector(key + "post_norm", f"{prefix}{self.norm}.weight", hidden),
+            vector(key + "post_norm", prefix + "post_attention_layernorm.weight", hidden),
             linear(key + "router", {mlp + self.router: of.experts}, hidden, self.router_bias, Use.EXACT),
             *self._experts(key, mlp + "experts."),
         ]
         if self.bias:
             found.append(vector(key + "router_bias", mlp + self.bias, of.experts, self.bias_is_row))
         if of.shared_inner:
-            shared = f"{mlp}{self.shared}."
+            shared = mlp + "shared_experts."
             gate_up = {f"{shared}{name}_proj": of.shared_inner for name in ("gate", "up")}
             found += [
-                linear(key + "shared_gate_up", gate_up, hidden, self.biases, Use.QUANTIZED),
-                linear(
-                    key + "shared_down", {shared + "down_proj": hidden}, of.shared_inner, self.biases, Use.QUANTIZED
-                ),
+                linear(key + "shared_gate_up", gate_up, hidden, use=Use.QUANTIZED),
+                linear(key + "shared_down", {shared + "down_proj": hidden}, of.shared_inner, use=Use.QUANTIZED),
             ]
         return found
 
     def _experts(self, key: str, prefix: str) -> list[Parameter]:
         """Return the two linears of the experts. prefix: of the names of their tensors."""
-        hidden, of, keys = self.config.hidden_size, self.mixture, (key + GATE_UP, key + DOWN)
+        hidden, of, keys = self.config.hidden_size, self.config.mixture, (key + GATE_UP, key + DOWN)
         if self.fused:
             both, down_proj = ((f"{prefix}{name}_proj", f"{prefix}{name}_proj_bias") for name in ("gate_up", "down"))
             return [
@@ -143,13 +172,13 @@ class Experts:
         gate_up = {f"{expert}{name}_proj": of.inner for expert in experts for name in ("gate", "up")}
         down = {f"{expert}down_proj": hidden for expert in experts}
         return [
-            linear(keys[0], gate_up, hidden, self.biases, Use.QUANTIZED),
-            linear(keys[1], down, of.inner, self.biases, Use.QUANTIZED),
+            linear(keys[0], gate_up, hidden, use=Use.QUANTIZED),
+            linear(keys[1], down, of.inner, use=Use.QUANTIZED),
         ]
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """See ``BlockBuilder.build``."""
-        of, key = self.mixture, f"layers.{layer}."
+        c, of, key = self.config, self.config.mixture, f"layers.{layer}."
         spec = RouterSpec(
             place=of.layers.index(layer),
             top_k=of.top_k,
@@ -162,8 +191,8 @@ class Experts:
             norm_min=of.norm_min,
         )
         return ExpertsBlock(
-            norm=norm_weight(self.config, values[key + "post_norm"]),
-            norm_eps=self.config.rms_norm_eps,
+            norm=norm_weight(c, values[key + "post_norm"]),
+            norm_eps=c.rms_norm_eps,
             router=as_linear(values[key + "router"]),
             routing=spec,
             gate_up=as_linear(values[key + GATE_UP]),
@@ -174,12 +203,13 @@ class Experts:
         )
 
 
-def mlp_or_experts(mixture: Mixture, layers: int, mlp: Mlp, experts: Experts) -> ByLayer:
-    """Return the builder of the second block of ``layers`` layers: experts where the mixture has them, else an MLP."""
-    return ByLayer([experts if layer in mixture.layers else mlp for layer in range(layers)])
+def mlp_or_experts(experts: Experts) -> ByLayer:
+    """Return the builder of the second block of every layer: experts where the mixture has them, else an MLP."""
+    config, mlp = experts.config, Mlp(experts.config)
+    return ByLayer([experts if i in config.mixture.layers else mlp for i in range(config.num_hidden_layers)])
 
 
-def layers_behind(layers: int, more: int) -> tuple[str, ...]:
+def layers_behind(config: ModelConfig, more: int) -> tuple[str, ...]:
     """Return how the names begin of the tensors of ``more`` layers behind the model's own: layers of a checkpoint that
     predict further tokens, see ``Model.ignored``."""
-    return tuple(f"model.layers.{layers + i}." for i in range(more))
+    return tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(more))

@@ -9,7 +9,6 @@ from typing import Any
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import (
     MAX_LAYERS,
-    ModelConfig,
     count,
     flag,
     positive,
@@ -17,8 +16,8 @@ from fastdeploy.model_executor.model_config import (
     refuse_rope_scaling,
     rope_settings,
 )
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, layers_behind, mlp_or_experts
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.experts import Experts, MixtureConfig, layers_behind, mlp_or_experts, read_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
@@ -39,17 +38,10 @@ DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 1,
 }
-KEYS = {
-    "experts": "n_routed_experts",
-    "inner": "moe_intermediate_size",
-    "top_k": "num_experts_per_tok",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-}
 
 
 @dataclass(frozen=True)
-class GlmMoeConfig(ModelConfig):
+class GlmMoeConfig(MixtureConfig):
     """The config of a GLM-4.5 model. attention_bias: q, k and v have biases. qk_norm: q and k have an RMSNorm per head.
     rotary_dim: how many dimensions of a head are rotated. more_layers: layers of a checkpoint behind those of the
     model. They predict further tokens and are not used here."""
@@ -58,7 +50,6 @@ class GlmMoeConfig(ModelConfig):
     qk_norm: bool
     rotary_dim: int
     more_layers: int
-    mixture: Mixture
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GlmMoeConfig:
@@ -66,29 +57,13 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GlmMoeConfig
     raw = DEFAULTS | raw
     common = read_common(raw, generation)
     refuse_rope_scaling(raw, partial=True)
-    first, layers = count(raw, "first_k_dense_replace", least=0), common.num_hidden_layers
-    if first >= layers:
-        raise InvalidField("first_k_dense_replace", f"expected less than {layers} (num_hidden_layers), got {first}")
-    inner = count(raw, "moe_intermediate_size")
-    mixture = Mixture(
-        layers=tuple(range(first, layers)),
-        experts=count(raw, "n_routed_experts"),
-        inner=inner,
-        top_k=count(raw, "num_experts_per_tok"),
-        score=RouterScore.SIGMOID,
-        groups=count(raw, "n_group"),
-        top_groups=count(raw, "topk_group"),
-        normalize=flag(raw, "norm_topk_prob"),
-        scale=positive(raw, "routed_scaling_factor"),
-        shared_inner=inner * count(raw, "n_shared_experts", least=0),
-    )
     return GlmMoeConfig(
         **vars(common),
         attention_bias=flag(raw, "attention_bias"),
         qk_norm=flag(raw, "use_qk_norm"),
         rotary_dim=_rotary_dim(raw, common.head_dim),
         more_layers=count(raw, "num_nextn_predict_layers", least=0, most=MAX_LAYERS),
-        mixture=check_mixture(mixture, common.hidden_size, KEYS),
+        mixture=read_mixture(raw, common, RouterScore.SIGMOID),
     )
 
 
@@ -108,10 +83,8 @@ def build(config: GlmMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope = rope_tables(rope_frequencies(config.rotary_dim, config.rope_theta), max_model_len)
     attention = Attention(config, rope, qkv_bias=config.attention_bias, qk_norm=config.qk_norm)
-    dense, experts = Mlp(config), Experts(config, config.mixture, bias="gate.e_score_correction_bias")
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (attention, of_layers), ignored=layers_behind(layers, config.more_layers))
+    mlps = mlp_or_experts(Experts(config, bias="gate.e_score_correction_bias"))
+    return Model(config, ops, (attention, mlps), ignored=layers_behind(config, config.more_layers))
 
 
 ARCHITECTURES = {"Glm4MoeForCausalLM": Architecture(read_config, build)}

@@ -6,31 +6,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField, shown
 from fastdeploy.model_executor.model_config import (
     FULL,
     SLIDING,
-    ModelConfig,
     count,
     flag,
     layer_kinds,
     read_common,
-    refuse_rope_scaling,
-    rope_settings,
+    refuse_other_values,
 )
-from fastdeploy.model_executor.models.decoder import (
-    Attention,
-    ByLayer,
-    Yarn,
-    read_yarn,
-    rope_of,
-)
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture
+from fastdeploy.model_executor.models.decoder import YARN, Attention, ByLayer, Yarn, read_yarn, rope_of
+from fastdeploy.model_executor.models.experts import Experts, Mixture, MixtureConfig, check_mixture
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.blocks import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, RouterScore
 from fastdeploy.model_executor.ops.interface import Ops
 
-YARN = "yarn"
 DEFAULTS = {
     "attention_bias": True,
     "head_dim": 64,
@@ -50,12 +40,12 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-CONSTANTS = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
+FIXED = {"swiglu_alpha": [SWIGLU_ALPHA], "swiglu_limit": [SWIGLU_LIMIT]}
 KEYS = {"experts": "num_local_experts", "inner": "intermediate_size", "top_k": "num_experts_per_tok"}
 
 
 @dataclass(frozen=True)
-class GptOssConfig(ModelConfig):
+class GptOssConfig(MixtureConfig):
     """The config of a gpt-oss model. attention_bias: the four projections of the attention have biases. layer_types:
     of each layer, sliding_attention or full_attention. sliding_window: the tokens that a token of a sliding layer
     attends to, itself included; 0 if no layer slides. yarn: None for the default rotary embedding."""
@@ -64,20 +54,15 @@ class GptOssConfig(ModelConfig):
     layer_types: tuple[str, ...]
     sliding_window: int
     yarn: Yarn | None
-    mixture: Mixture
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig:
     """See ``Architecture.read_config``."""
     raw = DEFAULTS | raw
-    for key, value in CONSTANTS.items():
-        if raw.get(key, value) != value:
-            raise InvalidField(key, f"only {value} is supported, got {shown(raw[key])}")
+    refuse_other_values(raw, FIXED)
     if not raw.get("rope_scaling") and raw.get("rope_parameters") is None:
         raw = raw | {"rope_parameters": ROPE}
     common = read_common(raw, generation)
-    refuse_rope_scaling(raw, YARN)
-    settings = rope_settings(raw)[1]
     layers = common.num_hidden_layers
     kinds = raw.get("layer_types")
     layer_types = layer_kinds([(SLIDING, FULL)[i % 2] for i in range(layers)] if kinds is None else kinds, layers)
@@ -93,7 +78,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> GptOssConfig
         attention_bias=flag(raw, "attention_bias"),
         layer_types=layer_types,
         sliding_window=count(raw, "sliding_window") if SLIDING in layer_types else 0,
-        yarn=read_yarn(raw) if settings.get("rope_type", settings.get("type")) == YARN else None,
+        yarn=read_yarn(raw),
         mixture=check_mixture(mixture, common.hidden_size, KEYS),
     )
 
@@ -104,9 +89,7 @@ def build(config: GptOssConfig, ops: Ops, max_model_len: int) -> Model:
     rope = rope_of(config.head_dim, config.rope_theta, config.yarn, max_model_len)
     windows = {SLIDING: config.sliding_window, FULL: 0}
     kinds = {kind: Attention(config, rope, bias, bias, window=size, sinks=True) for kind, size in windows.items()}
-    experts = Experts(
-        config, config.mixture, router="router", router_bias=True, activation=Activation.SWIGLU_CLAMPED, fused=True
-    )
+    experts = Experts(config, "router", router_bias=True, activation=Activation.SWIGLU_CLAMPED, fused=True)
     return Model(config, ops, (ByLayer([kinds[kind] for kind in config.layer_types]), experts))
 
 

@@ -104,8 +104,9 @@ class Model:
             for key, name in (("embedding", EMBEDDING), ("lm_head", LM_HEAD))
         )
         self._head = "embedding" if config.tie_word_embeddings else "lm_head"  # the key of the output layer's values
-        layers = range(config.num_hidden_layers)
-        of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
+        blocks = [[one.parameters(layer) for one in self._builders] for layer in range(config.num_hidden_layers)]
+        self._adaptable_keys = [[[p.key for p in block if _is_adaptable(p)] for block in layer] for layer in blocks]
+        of_layers = [parameter for layer in blocks for block in layer for parameter in block]
         ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
         self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
         self.adaptable: tuple[Parameter, ...] = (*filter(_is_adaptable, of_layers), head)
@@ -130,13 +131,7 @@ class Model:
 
     def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
         """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""
-        layers = tuple(
-            tuple(
-                tuple(loras.get(one.key) for one in builder.parameters(layer) if _is_adaptable(one))
-                for builder in self._builders
-            )
-            for layer in range(self.config.num_hidden_layers)
-        )
+        layers = tuple(tuple(tuple(map(loras.get, block)) for block in layer) for layer in self._adaptable_keys)
         adapter = PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
         self.ops.gather_adapter(adapter)
         return adapter

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import ModelConfig, flag, read_common, refuse_rope_scaling
+from fastdeploy.model_executor.model_config import FULL, ModelConfig, flag, read_common, refuse_rope_scaling
 from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.ops.interface import Ops
-
-FULL_ATTENTION = "full_attention"
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,8 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> QwenConfig:
 def refuse_sliding_windows(raw: dict[str, Any], layers: int) -> None:
     """Raise InvalidField if any of ``layers`` layers has a sliding window."""
     layer_types = raw.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list)
-        or len(layer_types) != layers
-        or not all(kind == FULL_ATTENTION for kind in layer_types)
-    ):
-        raise InvalidField("layer_types", "expected full_attention for each of num_hidden_layers")
+    if layer_types not in (None, [FULL] * layers):
+        raise InvalidField("layer_types", f"expected {FULL} for each of num_hidden_layers")
     slides = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
     first_sliding = raw.get("max_window_layers", 28)
     if type(first_sliding) is not int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField, shown
-from fastdeploy.model_executor.model_config import ModelConfig, count, flag, read_common, refuse_rope_scaling
-from fastdeploy.model_executor.models.decoder import Attention, Mlp, rope_frequencies, rope_tables
-from fastdeploy.model_executor.models.experts import Experts, Mixture, check_mixture, mlp_or_experts
+from fastdeploy.model_executor.model_config import count, flag, read_common, refuse_rope_scaling
+from fastdeploy.model_executor.models.decoder import Attention, rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.experts import Experts, Mixture, MixtureConfig, check_mixture, mlp_or_experts
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.qwen import refuse_sliding_windows
 from fastdeploy.model_executor.ops.blocks import RouterScore
@@ -26,11 +26,10 @@ KEYS = {"experts": "num_experts", "inner": "moe_intermediate_size", "top_k": "nu
 
 
 @dataclass(frozen=True)
-class QwenMoeConfig(ModelConfig):
+class QwenMoeConfig(MixtureConfig):
     """The config of a Qwen3 model with experts. attention_bias: all linears of attention have biases."""
 
     attention_bias: bool
-    mixture: Mixture
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any]) -> QwenMoeConfig:
@@ -69,10 +68,8 @@ def _experts_layers(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
 def build(config: QwenMoeConfig, ops: Ops, max_model_len: int) -> Model:
     """See ``Architecture.build``."""
     rope, bias = rope_tables(rope_frequencies(config.head_dim, config.rope_theta), max_model_len), config.attention_bias
-    dense, experts = Mlp(config), Experts(config, config.mixture)
-    layers = config.num_hidden_layers
-    of_layers = mlp_or_experts(config.mixture, layers, dense, experts)
-    return Model(config, ops, (Attention(config, rope, bias, bias, qk_norm=True), of_layers))
+    mlps = mlp_or_experts(Experts(config))
+    return Model(config, ops, (Attention(config, rope, bias, bias, qk_norm=True), mlps))
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Architecture(read_config, build)}

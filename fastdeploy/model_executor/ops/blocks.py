@@ -149,7 +149,7 @@ class RouterSpec(NamedTuple):
     norm_min: float = 1e-20
 
 
-MAX_EXPERTS = 1 << 16  # their ids are uint16
+MAX_EXPERTS = 1 << 16  # of a layer: their ids are uint16
 MAX_GROUPS = 64
 
 

@@ -7,13 +7,7 @@ import math
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.blocks import (
-    Activation,
-    ExpertsBlock,
-    PackedLinear,
-    RouterScore,
-    RouterSpec,
-)
+from fastdeploy.model_executor.ops.blocks import Activation, ExpertsBlock, PackedLinear, RouterScore, RouterSpec
 from fastdeploy.model_executor.ops.reference_tiles import LoraRows, gated, linear_in_tiles
 from fastdeploy.model_executor.ops.reference_weights import ReferenceLinear
 

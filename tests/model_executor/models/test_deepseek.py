@@ -113,3 +113,8 @@ def test_yarn_leaves_short_waves_alone_and_divides_long_ones():
 def test_tensors_of_the_layer_that_predicts_further_tokens_are_ignored():
     model = build_model(parse_config(V3 | {"num_nextn_predict_layers": 1}), ReferenceOps("float32"), 2)
     assert model.ignored == ("model.layers.3.",)
+
+
+def test_the_choice_of_v2_has_no_groups_whatever_the_keys_say():
+    of = parse_config(V2 | {"n_group": 8, "topk_group": None}).mixture
+    assert (of.groups, of.top_groups) == (1, 1)

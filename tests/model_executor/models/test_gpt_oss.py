@@ -73,7 +73,9 @@ def test_the_default_rotary_embedding_and_layers_without_a_window_are_read():
 def test_the_attention_factor_of_yarn_is_that_of_the_config_or_follows_from_it():
     def factor(**more: object) -> float:
         raw = {"max_position_embeddings": 512, "rope_scaling": YARN_ROPE | more}
-        return read_yarn(raw).attention_factor
+        yarn = read_yarn(raw)
+        assert yarn is not None
+        return yarn.attention_factor
 
     assert factor() == pytest.approx(1 + 0.1 * np.log(8))
     assert factor(attention_factor=1.5, mscale=2.0, mscale_all_dim=1.0) == 1.5

@@ -9,8 +9,6 @@ import paddle.nn.functional as F
 from fastdeploy.model_executor.models import load_config
 from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables, yarn_frequencies, yarn_scale
 from fastdeploy.model_executor.models.deepseek import DeepseekConfig
-from fastdeploy.model_executor.models.ernie import ErnieConfig
-from fastdeploy.model_executor.models.ernie_moe import ErnieMoeConfig
 from fastdeploy.model_executor.models.gemma import GemmaConfig
 from fastdeploy.model_executor.models.glm_moe import GlmMoeConfig
 from fastdeploy.model_executor.models.gpt_oss import GptOssConfig
@@ -39,7 +37,7 @@ def plain_logprobs(
     frequencies = rope_frequencies(turned_dims, config.rope_theta)
     if isinstance(config, LlamaConfig) and config.rope is not None:
         frequencies = config.rope.scale(frequencies)
-    neighbours = isinstance(config, ErnieConfig | ErnieMoeConfig)  # of which the pairs are rotated
+    neighbours = config.architecture.startswith("Ernie")  # of which the pairs are rotated
     neighbours = neighbours if deepseek is None else deepseek.rope_interleave
     gemma = config if isinstance(config, GemmaConfig) else None
     window = config.sliding_window if isinstance(config, MistralConfig) else None
