@@ -120,8 +120,10 @@ int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(lor
 
 // Returns 1 if between_layers ended the step.
 int fd_run_layers(const StepArgs* s) {
-  int64_t last_attention = s->count - 1;
-  while (last_attention > 0 && !s->blocks[last_attention].is_attention()) --last_attention;
+  const int64_t last = s->count - 1;
+  int64_t keeping = last;  // the block that keeps s->rows
+  if (s->routing == nullptr || s->blocks[last].kind != kExpertsBlock)
+    while (keeping > 0 && !s->blocks[keeping].is_attention()) --keeping;
   StepState step = {s->batch,
                     s->cache,
                     s->residual,
@@ -133,7 +135,7 @@ int fd_run_layers(const StepArgs* s) {
                     s->experts_layers,
                     s->forced};
   for (int64_t i = 0, linear = 0; i < s->count; linear += s->blocks[i++].linears) {
-    step.rows = i == last_attention ? s->rows : nullptr;
+    step.rows = i == keeping ? s->rows : nullptr;
     step.loras.linear = linear;
     if (const int status = FD_MATRIX(s->cache->bf16, run_block, s->blocks[i], step)) return status;
     if (s->blocks[i].ends_layer && s->between_layers != nullptr && s->between_layers() != 0) return 1;

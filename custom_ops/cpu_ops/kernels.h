@@ -137,8 +137,9 @@ struct Block {
 };
 
 // A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
-// cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
-// of the residual. Null: all rows.
+// cache for all tokens, but from its output on only these token rows are computed. With `routing` and experts in the
+// last block, these still choose for all rows, and keep `rows` after that. They become the first num_rows rows of the
+// residual. Null: all rows.
 struct StepArgs {
   Batch batch;
   const Cache* cache;  // its type is that of all weights
@@ -149,7 +150,7 @@ struct StepArgs {
   int64_t count;
   const Lora* const* const* adapters;  // of each adapter of the step, the linears of all blocks; null without a part
   const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
-  uint16_t* routing;        // the experts of each row (Routing of ops/interface.py), or null; then `rows` is null
+  uint16_t* routing;        // the experts of each row (Routing of ops/interface.py), or null
   int64_t experts_layers;   // layers with experts
   int64_t forced;           // 1: steps compute with `routing`; 0: they write it
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
@@ -161,7 +162,7 @@ struct StepState {
   const Cache* cache;
   float* residual;  // [m, hidden]
   int64_t m;
-  const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
+  const int64_t* rows;  // for the block that keeps rows: which; null for all other blocks
   int64_t num_rows;
   LoraRows loras;  // of the m rows; loras.linear: the first of the block
   uint16_t* routing;

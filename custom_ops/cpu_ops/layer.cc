@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "experts/experts.h"
+#include "keep_rows.h"
 #include "linear/products.h"
 #include "runtime/thread_pool.h"
 
@@ -41,19 +42,6 @@ struct LatentAttentionBlock {
   const float* q_norm;
 };
 
-// out[i] = x[rows[i]]; rows ascend, so that out may be x.
-void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width, float* out) {
-  for (int64_t i = 0; i < count; ++i)
-    std::memmove(out + i * width, x + rows[i] * width, static_cast<size_t>(width) * 4);
-}
-
-// The adapters of the picked rows.
-const int32_t* pick_adapters(const int32_t* adapters, const int64_t* rows, int64_t count) {
-  auto* picked = static_cast<int32_t*>(scratch(kScratchLoraRows, static_cast<size_t>(count) * 4));
-  for (int64_t i = 0; i < count; ++i) picked[i] = adapters[rows[i]];
-  return picked;
-}
-
 // The adapters of a linear of a block, by its number.
 LoraRows of_linear(LoraRows loras, int64_t number) {
   loras.linear += number;
@@ -78,15 +66,6 @@ void add_output(const LinearInput& input, const Weight& w, const LoraRows& loras
       }
     }
   });
-}
-
-// Drops all rows but step.rows of the residual [m, hidden] and of x [m, width], if these are given.
-void keep_rows(StepState& step, int64_t hidden, float* x, int64_t width) {
-  if (step.rows == nullptr) return;
-  step.m = step.num_rows;
-  pick_rows(x, step.rows, step.m, width, x);
-  pick_rows(step.residual, step.rows, step.m, hidden, step.residual);
-  if (step.loras.rows != nullptr) step.loras.rows = pick_adapters(step.loras.rows, step.rows, step.m);
 }
 
 // residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "experts/router.h"
+#include "keep_rows.h"
 #include "linear/products.h"
 #include "runtime/thread_pool.h"
 
@@ -54,6 +55,12 @@ struct Chosen {
     begins = place + slots;
     active = begins + num_experts + 1;
     experts = reinterpret_cast<uint16_t*>(active + num_experts);
+  }
+
+  void keep(const int64_t* rows, int64_t count) {
+    slots = count * top_k;
+    pick_rows(weights, rows, count, top_k);
+    pick_rows(experts, rows, count, top_k);
   }
 
   void sort(int64_t num_experts) {
@@ -139,20 +146,23 @@ void add_outputs(const Chosen& chosen, const float* outputs, const float* shared
 
 }  // namespace
 
-void experts_block(const ExpertsBlock& block, const StepState& step) {
+void experts_block(const ExpertsBlock& block, StepState& step) {
   if (step.m == 0) return;
-  const int64_t m = step.m, hidden = block.router->k, experts = block.router->n;
-  float* normed = floats(kScratchNormed, m * hidden);
-  norm_rows(step.residual, block.norm, block.norm_eps, m, hidden, normed);
-  float* logits = floats(kScratchRouter, m * experts);
-  product(input_of(kScratchInput, normed, nullptr, 0, m, *block.router), *block.router, {}, logits, false);
-  Chosen chosen(m, block.routing.top_k, experts);
+  const int64_t hidden = block.router->k, experts = block.router->n;
+  float* normed = floats(kScratchNormed, step.m * hidden);
+  norm_rows(step.residual, block.norm, block.norm_eps, step.m, hidden, normed);
+  float* logits = floats(kScratchRouter, step.m * experts);
+  product(input_of(kScratchInput, normed, nullptr, 0, step.m, *block.router), *block.router, {}, logits, false);
+  Chosen chosen(step.m, block.routing.top_k, experts);
   choose(block, step, logits, chosen);
+  if (step.rows != nullptr) chosen.keep(step.rows, step.num_rows);
+  keep_rows(step, hidden, normed, hidden);
+  if (step.m == 0) return;
   chosen.sort(experts);
   float* shared = nullptr;
   if (block.shared_gate_up != nullptr) {
-    shared = floats(kScratchOutput, m * hidden);
-    const LinearInput input = input_of(kScratchInput, normed, nullptr, 0, m, *block.shared_gate_up);
+    shared = floats(kScratchOutput, step.m * hidden);
+    const LinearInput input = input_of(kScratchInput, normed, nullptr, 0, step.m, *block.shared_gate_up);
     const LinearInput inner =
         gated_product(kScratchInner, input, *block.shared_gate_up, {}, block.activation, *block.shared_down);
     product(inner, *block.shared_down, {}, shared, false);

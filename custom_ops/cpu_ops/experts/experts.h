@@ -30,8 +30,9 @@ struct ExpertsBlock {
 
 namespace FD_ISA {
 
-// residual += the weighted sum of the chosen experts, + the shared one.
-void experts_block(const ExpertsBlock& block, const StepState& step);
+// residual += the weighted sum of the chosen experts, + the shared one. Chooses for all rows, and then keeps only
+// step.rows of the residual, if these are given.
+void experts_block(const ExpertsBlock& block, StepState& step);
 
 }  // namespace FD_ISA
 }  // namespace fd

@@ -153,11 +153,7 @@ class Model:
         hidden = self.ops.embedding(token_ids, weights.embedding)
         if self.embedding_scale != 1.0:
             hidden.scale_(self.embedding_scale)
-        picked = rows if routing is None else None
-        hidden = self.ops.decoder_layers(
-            hidden, weights.layers, cache, batch, picked, between_layers, adapters, routing
-        )
-        return hidden if routing is None else paddle.index_select(hidden, paddle.to_tensor(rows))
+        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters, routing)
 
     def logits(
         self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None

@@ -228,7 +228,7 @@ class CpuOps:
             table = pointers([ctypes.addressof(handles) for handles in known])
             step.adapters, step.adapter_rows = ctypes.addressof(table), adapter_rows(adapters, tokens)
         if routing is not None:
-            assert rows is None and prepared.routing is not None
+            assert prepared.routing is not None
             step.routing = routing_rows(routing, prepared.routing, tokens)
             step.experts_layers, step.forced = prepared.routing.layers, routing.forced
         raised: list[BaseException] = []

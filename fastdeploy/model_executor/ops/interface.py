@@ -245,11 +245,11 @@ class Ops(Protocol):
     ) -> paddle.Tensor:
         """Compute all blocks of these layers on residual [T, H], whose memory may be overwritten. Returns the residual.
 
-        rows (int64, ascending): only these rows are returned, [len(rows), H]. The cache is complete all the same: rows
-        are dropped in the last attention block, after the keys and values of all tokens are written.
+        rows (int64, ascending): only these rows are returned, [len(rows), H]. The cache and ``routing`` are complete
+        all the same: rows are dropped in the last attention block, after the keys and values of all tokens are written,
+        or, if the last block has experts and there is a routing, in that block, after it chose for all rows.
         between_layers: called after each layer, the last one included. If it raises, the error is passed on and the
-        later layers are not computed. adapters: of the T rows; None if no row has one. routing: of the T rows; not
-        together with ``rows``, because the experts of the last layer are those of all rows.
+        later layers are not computed. adapters: of the T rows; None if no row has one. routing: of the T rows.
         """
 
     def logits(

@@ -170,15 +170,16 @@ class ReferenceOps:
         adapters: AdapterRows | None = None,
         routing: Routing | None = None,
     ) -> paddle.Tensor:
-        assert rows is None or routing is None
-        picking = [block for layer in layers for block in layer.blocks if isinstance(block, ATTENTIONS)][-1]
+        blocks = [block for layer in layers for block in layer.blocks]
+        kinds = ATTENTIONS if routing is None else (*ATTENTIONS, ExpertsBlock)
+        picking = [block for block in blocks if isinstance(block, kinds)][-1]
         assert adapters is None or adapters.rows.shape == (residual.shape[0],)
         known = [] if adapters is None else adapters.adapters
         for i, layer in enumerate(layers):
             for j, block in enumerate(layer.blocks):
                 picked = rows if block is picking else None
                 if isinstance(block, ExpertsBlock):
-                    residual = self._experts_block(residual, block, routing)
+                    residual = self._experts_block(residual, block, picked, routing)
                     continue
                 of_linears = list(zip(*(adapter.layers[i][j] for adapter in known), strict=True))
                 of_linears = of_linears or [()] * len(block.linears)
@@ -252,13 +253,16 @@ class ReferenceOps:
         found = gated_mlp(normed, block.gate_up, block.down, block.activation, inner_loras, down_loras)
         return residual + self._output(found, block)
 
-    def _experts_block(self, residual: paddle.Tensor, block: ExpertsBlock, routing: Routing | None) -> paddle.Tensor:
+    def _experts_block(
+        self, residual: paddle.Tensor, block: ExpertsBlock, rows: np.ndarray | None, routing: Routing | None
+    ) -> paddle.Tensor:
         if len(residual) == 0:
             return residual
         spec, normed = block.routing, self.rms_norm(residual, block.norm, block.norm_eps)
         if routing is None:
             return residual + mixture(normed, block, np.zeros((len(residual), spec.top_k), np.uint16), forced=False)
-        return residual + mixture(normed, block, routing.experts[:, spec.place], routing.forced)
+        found = residual + mixture(normed, block, routing.experts[:, spec.place], routing.forced)
+        return found if rows is None else paddle.index_select(found, paddle.to_tensor(rows))
 
     def _output(self, x: paddle.Tensor, block: AttentionBlock | MlpBlock) -> paddle.Tensor:
         """Return what a block with this result adds to the residual."""

@@ -55,12 +55,14 @@ class Mixture:
             block = replace(block, shared_gate_up=shared[0], shared_down=shared[1])
         return DecoderLayer((attention, block))
 
-    def run(self, ops, layer: DecoderLayer, x: np.ndarray, routing: Routing | None = None) -> np.ndarray:
-        """Compute each row as a sequence of its own."""
+    def run(
+        self, ops, layer: DecoderLayer, x: np.ndarray, routing: Routing | None = None, rows: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Compute each row as a sequence of its own, and return ``rows``."""
         count = len(x)
         batch = make_batch(list(range(count)), [0] * count, [1] * count)
         cache = self._attention.cache(ops, count)
-        return ops.decoder_layers(paddle.to_tensor(x), [layer], cache, batch, routing=routing).numpy()
+        return ops.decoder_layers(paddle.to_tensor(x), [layer], cache, batch, rows, routing=routing).numpy()
 
 
 def new_routing(rows: int) -> Routing:
@@ -94,6 +96,19 @@ def test_a_row_has_the_same_bits_and_experts_alone_and_among_others(ops, threads
         np.testing.assert_array_equal(mixture.run(ops, layer, x[list(rows)], alone), together[list(rows)])
         np.testing.assert_array_equal(alone.experts, routing.experts[list(rows)])
         np.testing.assert_array_equal(mixture.run(ops, layer, x[list(rows)]), together[list(rows)])
+
+
+@pytest.mark.parametrize("kept", [[], [7], [0, 3, 69]])
+def test_the_routing_is_that_of_all_rows_though_only_some_are_computed(ops, reference, dtype, rng, kept):
+    mixture, x = Mixture(rng, SPECS["softmax"], shared=True), rng.standard_normal((70, HIDDEN)).astype(np.float32)
+    rows = np.array(kept, np.int64)
+    for one in (ops, reference):
+        layer, of_all, of_some = mixture.on(one), new_routing(70), new_routing(70)
+        whole = mixture.run(one, layer, x, of_all)
+        np.testing.assert_array_equal(mixture.run(one, layer, x, of_some, rows), whole[rows])
+        np.testing.assert_array_equal(of_some.experts, of_all.experts)
+        forced = of_all._replace(forced=True)
+        np.testing.assert_array_equal(mixture.run(one, layer, x, forced, rows), whole[rows])
 
 
 def test_forced_experts_give_the_bits_of_the_own_choice_and_others_give_theirs(ops, reference, dtype, rng):
