@@ -150,9 +150,9 @@ struct StepArgs {
   int64_t count;
   const Lora* const* const* adapters;  // of each adapter of the step, the linears of all blocks; null without a part
   const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
-  uint16_t* routing;        // the experts of each row (Routing of ops/interface.py), or null
-  int64_t experts_layers;   // layers with experts
-  int64_t forced;           // 1: steps compute with `routing`; 0: they write it
+  uint16_t* routing;                   // the experts of each row (Routing of ops/interface.py), or null
+  int64_t experts_layers;              // layers with experts
+  int64_t forced;                      // 1: steps compute with `routing`; 0: they write it
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+# In the names of tensors: the module that has the bias of ERNIE's router in transformers, and in a checkpoint.
+ERNIE_ROUTER_BIAS = (".mlp.gate.moe_statics.", ".mlp.moe_statics.")
+
 
 class ExpertsInfo(msgspec.Struct, frozen=True):
     """The experts layers of a model. layers: their indices among the ``num_layers`` layers of the model, ascending.

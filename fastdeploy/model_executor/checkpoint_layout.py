@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.core.experts import ERNIE_ROUTER_BIAS
 from fastdeploy.core.weight_source import AUTO, HUGGINGFACE, PADDLE, PADDLEFORMERS
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import CONFIG, read_json
@@ -35,10 +36,9 @@ RENAMED = (
     (re.compile(r"\.mlp\.experts\.gate_correction_bias$"), ".mlp.moe_statics.e_score_correction_bias"),
 )
 # All experts of a layer in one tensor, whose first dimension is the expert: in a model of FastDeploy and in one of
-# transformers. The modules of transformers have a name more before that of ERNIE's bias.
+# transformers.
 STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<linear>\w+_proj)(?P<paddle>_weight)?")
 ALL_EXPERTS = re.compile(r".*\.mlp\.experts\.\w+_proj(_bias)?")  # a checkpoint of gpt-oss has this, in each layout
-IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 ROUTER, ROUTER_BIAS = ".mlp.gate.weight", "e_score_correction_bias"
 DTYPE_SINCE = (4, 56)  # from this version on transformers writes the key "dtype", as Paddle does
 
@@ -118,7 +118,7 @@ def _of_transformers(stored: Mapping[str, TensorEntry], shapes: Container[str]) 
     [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner], and has another name for ERNIE's bias."""
     origins: dict[str, str] = {}
     for stored_name, stored_entry in stored.items():
-        renamed = stored_name.replace(*IN_TRANSFORMERS)
+        renamed = stored_name.replace(*ERNIE_ROUTER_BIAS)
         for name, entry in _unstacked(renamed if renamed in shapes else stored_name, stored_entry, shapes):
             for one, part in _gate_and_up(name, entry):
                 if one in origins:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.experts import ERNIE_ROUTER_BIAS
 from fastdeploy.rl.state_encoding import HostTensor
 
 STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-IN_TRANSFORMERS = ".mlp.gate.moe_statics.", ".mlp.moe_statics."  # the bias of ERNIE's router, and its checkpoint name
 
 
 class TensorNames(NamedTuple):
@@ -32,7 +32,7 @@ class TensorNames(NamedTuple):
         for name, tensor in state.items():
             if name.startswith(self.ignored):
                 continue
-            for one, part in self._parts(name.replace(*IN_TRANSFORMERS), tensor):
+            for one, part in self._parts(name.replace(*ERNIE_ROUTER_BIAS), tensor):
                 if one in found:
                     raise InvalidField(name, f"has the values of {one}, too")
                 found[one] = part
