@@ -28,12 +28,12 @@ from acceptance.lib.scenarios import Acceptance, Options, allow_files
 from acceptance.lib.verdicts import Check, check_update
 from benchmarks.lib.dialect import Native
 from benchmarks.lib.report import Printer
-from benchmarks.lib.tensors import WEIGHTS, perturbed_copy
 from examples.embedded_model import arithmetic, tokenizer
 from fastdeploy.bench.client import Client, Stream
 from fastdeploy.bench.timeline import StreamLog
 from fastdeploy.bench.workload import completion
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import WEIGHTS, perturbed_copy
 
 SOLVED = 64
 RUNNING = 8

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.make_adapters import write_adapter
 from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.testing import serve
+from fastdeploy.testing.tensors import perturbed_copy
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

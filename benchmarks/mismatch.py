@@ -36,12 +36,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.lib.report import json_flag, markdown, write_json
-from benchmarks.lib.tensors import WEIGHTS, float32_tensors
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
 from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.testing import serve
+from fastdeploy.testing.tensors import WEIGHTS, float32_tensors
 
 MOVE = 3e-3  # of a weight, relative: about half a step of bfloat16, which is 3.9e-3 to 7.8e-3
 BATCH = 32  # samples

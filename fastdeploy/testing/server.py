@@ -160,7 +160,8 @@ def serve(
     log: str | Path | None = None,
 ) -> Server:
     """Return a server that runs ``fastdeploy serve`` with these flags, for a ``with`` block, which raises ServerFailed
-    if the server is not ready after ``ready_s``. model: a folder; None = the embedded model."""
+    if the server is not ready after ``ready_s``. model: a folder, or a name of
+    MODELS; None = the embedded model."""
     folder = folder_of(model)
     command = [*FASTDEPLOY, "serve", "--model", str(folder), *flags]
     return Server(command, folder, ready_s=ready_s, environment=environment, log=log)
@@ -181,8 +182,14 @@ def serve_fleet(
 
 
 def folder_of(model: str | Path | None) -> Path:
-    """Return the folder of a model. Raises ValueError if it is none."""
-    folder = MODEL_DIR if model is None else Path(model)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model: expected a folder with a config.json, or None, got {str(model)!r}")
-    return folder
+    """Return the folder of a model, which is a folder or a name of MODELS. Raises ValueError for anything else."""
+    if model is None:
+        return MODEL_DIR
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    from fastdeploy.testing.models import MODELS, model_folder  # imports numpy
+
+    if model not in MODELS:
+        names = ", ".join(MODELS)
+        raise ValueError(f"model: expected a folder with a config.json, None or one of {names}, got {str(model)!r}")
+    return model_folder(str(model))

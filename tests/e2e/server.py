@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.tensors import perturbed_copy
 from fastdeploy import testing
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import perturbed_copy
 
 PROMPT = list(range(40, 60))
 LONG = 3900  # tokens of a request that runs for seconds, until a test has disturbed it and aborts it

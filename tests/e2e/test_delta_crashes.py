@@ -23,7 +23,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.testing.process import is_alive
-from support.checkpoints import write_safetensors
+from fastdeploy.testing.tensors import write_safetensors
 
 TRAINER = Path(__file__).with_name("delta_trainer_child.py")
 SETTINGS = {"max_num_seqs": 4, "num_gpu_blocks_override": 256}

@@ -16,7 +16,8 @@ import pytest
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, LiveStream, Server, until
 from fastdeploy.rl.client import RolloutClient
-from support.checkpoints import SPECS, prompt, write_checkpoint
+from fastdeploy.testing.checkpoints import write_checkpoint
+from support.specs import SPECS, prompt
 
 SPEC = SPECS["qwen3_moe"]  # three layers: the second one is dense
 LAYERS, EXPERTS, TOP_K = 3, SPEC.experts, 2

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.safetensors_source import open_source
-from support.checkpoints import SPECS
+from support.specs import SPECS
 from support.step_driver import outputs, update
 from worker.new_weights import new_tensors, stored
 
