@@ -108,5 +108,8 @@ setup(
     },
     install_requires=RUNTIME + ([] if paddle_for_cuda_is_installed() else ["paddlepaddle>=3.3,<3.4"]),
     extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ray": RAY, "ui-test": UI_TEST},
-    entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
+    entry_points={
+        "console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"],
+        "pytest11": ["fastdeploy=fastdeploy.testing.plugin"],
+    },
 )
