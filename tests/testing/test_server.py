@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.make_adapters import main as make_adapters
 from e2e.server import in_background, perturbed, until
+from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.testing import Server, ServerFailed, serve
 from fastdeploy.testing.process import is_alive
 
@@ -57,6 +59,8 @@ def test_a_reset_undoes_all_that_a_test_does_and_may_be_repeated(server: Server,
     until(lambda: ok(server, "/v1/is_paused")["counts"]["running"], 20, "a request runs")
     ok(server, "/v1/weights/begin", {"version": "step-2"})
     ok(server, "/v1/pause", {"mode": "keep", "hold_id": "trainer"})
+    make_adapters([str(MODEL_DIR), str(tmp_path), "--count", "1"])
+    ok(server, "/v1/adapters/load", {"lora_name": "math", "lora_path": str(tmp_path / "adapter-0")})
     ok(server, "/v1/pause", {"mode": "keep", "lora_name": "math", "hold_id": "of-an-adapter"})
     server.reset()
     assert running.result(20)["choices"][0]["finish_reason"] == "abort"
@@ -79,13 +83,6 @@ def test_a_reset_after_the_death_of_the_engine_waits_for_the_next_one(server: Se
     os.kill(engine, signal.SIGKILL)
     server.reset()
     assert state(server) == before and server.pids("engine_main") != [engine]
-
-
-def test_a_reset_of_a_server_that_has_ended_says_so():
-    with serve() as server:
-        assert server.stop() == 0
-        with pytest.raises(ServerFailed, match="the server ended with status 0; its log ends"):
-            server.reset()
 
 
 def test_a_model_that_is_none_is_refused_before_anything_is_started():
@@ -119,3 +116,10 @@ def test_nothing_is_left_of_a_fleet_when_the_program_that_started_it_is_killed()
 def segments() -> set[str]:
     """Return the shared memory of all our servers. Other programs of this machine have some, too."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("fastdeploy")}
+
+
+def test_a_reset_of_a_server_that_has_ended_says_so(server: Server):
+    """The last test of the shared server."""
+    assert server.stop() == 0
+    with pytest.raises(ServerFailed, match="the server ended with status 0; its log ends"):
+        server.reset()
