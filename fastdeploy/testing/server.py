@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.models import find_model
 from fastdeploy.testing.process import HOST, POLL_S, ServerFailed, ServerProcess
 
 PROGRAM = (sys.executable, "-m", "fastdeploy.entrypoints.cli")
@@ -33,8 +33,11 @@ class BaseWeights(NamedTuple):
 
 
 class Server(ServerProcess):
-    """``fastdeploy serve``, or ``fastdeploy fleet`` with ``replicas``. model: a folder, or None for the embedded model.
-    environment, log, and the attributes: see ServerProcess."""
+    """``fastdeploy serve``, or ``fastdeploy fleet`` with ``replicas``.
+
+    model: a folder, a name of fastdeploy.testing.models.MODELS, or None for the embedded model. environment, log, and
+    the attributes: see ServerProcess.
+    """
 
     def __init__(
         self,
@@ -46,12 +49,12 @@ class Server(ServerProcess):
     ):
         if "--port" in flags or str(model).startswith("-"):
             raise ValueError(f"expected a model or None, and then flags other than --port, got {(model, *flags)}")
-        self._model = Path(MODEL_DIR if model is None else model).resolve()
+        self._model = find_model(model)
         self._num_members = replicas
         self._base: BaseWeights | None = None
         self._connection: http.client.HTTPConnection | None = None
         command = ["serve"] if replicas is None else ["fleet", "--replicas", str(replicas)]
-        command += [] if model is None else ["--model", str(self._model)]
+        command += [] if model is None else ["--model", str(model)]
         super().__init__([*PROGRAM, *command, *flags], environment, log)
 
     def wait_ready(self, timeout_s: float = READY_S, path: str = "/ready") -> float:
