@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 import numpy as np
-
 from fastdeploy.rl.check_sync import check_sync
+
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from fastdeploy.testing.models import model_folder
 from fastdeploy.testing.tensors import float32_tensors

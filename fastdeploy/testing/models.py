@@ -86,15 +86,6 @@ def model_folder(name: str, root: str | os.PathLike[str] | None = None) -> Path:
     return folder
 
 
-def find_model(given: str | os.PathLike[str] | None) -> Path:
-    """Return the absolute path of the folder that ``given`` means: a folder, or a name of MODELS if there is no such
-    folder; None is the embedded model. Raises ValueError or OSError as :func:`model_folder`."""
-    if given is None:
-        return MODEL_DIR
-    name = os.fspath(given)
-    return model_folder(name) if name in MODELS and not os.path.isdir(name) else Path(name).absolute()
-
-
 def _digest(folder: Path) -> str:
     """Return a digest of the names and the content of the files of a folder."""
     lines = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in sorted(folder.iterdir())]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from fastdeploy.bench.client import ServerError
 from fastdeploy.testing import guard
@@ -32,9 +33,9 @@ class ServerFailed(ServerError):
 class ServerProcess:
     """A running ``command --port PORT``, with a log and a private folder.
 
-    All its processes end at :meth:`close`, and also when this process ends in any way, kill -9 included: a guard is the
-    parent of the server (see guard.py). The port is free: this process keeps it bound, without listening, so the system
-    gives it to nobody else, and a server that sets SO_REUSEADDR, as servers do, may listen on it.
+    All its processes end with the ``with`` block, at :meth:`close`, and when this process ends in any way, kill -9
+    included: a guard is the parent of the server (see guard.py). The port is free: this process keeps it bound, without
+    listening, so the system gives it to nobody else. A server that sets SO_REUSEADDR, as servers do, may listen on it.
 
     url: without a path. log_path: of stdout and stderr. ipc: folder for sockets, of this server alone. pid: of the
     process of ``command``, the leader of a session of its own.
@@ -81,6 +82,15 @@ class ServerProcess:
         return int(line)
 
     # ------------------------------------------------------------------ life
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self.close()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the server when it ends (negative: a signal); None after ``timeout_s``."""
@@ -169,6 +179,13 @@ def reserved_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((HOST, 0))
     return reserved
+
+
+def free_port() -> int:
+    """Return a port that is free: for a server that cannot be a ServerProcess, since another may take the port."""
+    with reserved_port() as reserved:
+        port: int = reserved.getsockname()[1]
+    return port
 
 
 def is_alive(pid: int) -> bool:

@@ -122,10 +122,10 @@ async def test_the_clients_rows_of_aborted_attempts_are_those_of_an_undisturbed_
 def test_a_dense_model_has_no_routing_to_return():
     server = Server(*SMALL, "--enable-return-routed-experts")
     try:
-        until(lambda: server.process.poll() is not None, 60, "the server ends")
-        assert server.process.returncode != 0 and "enable-return-routed-experts" in server.log()
+        until(lambda: server.poll() is not None, 60, "the server ends")
+        assert server.poll() != 0 and "enable-return-routed-experts" in server.log()
     finally:
-        server.remove()
+        server.close()
 
 
 def test_the_rows_of_a_stream_in_a_fleet_are_those_of_a_run_alone_though_its_engine_is_killed(moe, tmp_path):
