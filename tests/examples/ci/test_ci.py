@@ -1,4 +1,4 @@
-"""The repository in examples/ci: its tests pass here and with a wheel in a clean environment, and its service starts."""
+"""The repository in examples/ci: its tests pass, here and with a wheel in a clean environment; its service starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def repository(tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_its_tests_pass_here(repository, tmp_path):
-    """With its own pytest.ini. The plugin is named, since the package that is installed may be older than the plugin."""
+    """With its own pytest.ini. The plugin is named, since the installed package may be older than the plugin."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     out = run(sys.executable, "-m", "pytest", "-q", "-p", "fastdeploy.testing.plugin", cwd=repository, env=env)
     assert f"{NUM_TESTS} passed" in out
