@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core",
         "bench",
         "embedded",
+        "testing",
         "inter_communicator",
         "model_executor",
         "worker",
