@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "http": ("core", "inter_communicator", "client", "fleet"),
     "bench": (),
     "testing": ("core", "embedded", "rl", "bench"),
+    "traffic": ("core",),
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
@@ -43,6 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "client",
         "fleet",
         "http",
+        "traffic",
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line

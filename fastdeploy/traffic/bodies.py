@@ -54,7 +54,9 @@ class Asked(NamedTuple):
 def recorded_request(exchange: Exchange, ignored: Set[str]) -> Asked:
     """Return what a recorded request asks for. Its keys are removed already."""
     is_text = exchange.request is not None and not _is_data(exchange.headers)
-    body = _content(exchange.request or b"", ignored) if is_text else _data(exchange.request_size, exchange.request_hash)
+    body = (
+        _content(exchange.request or b"", ignored) if is_text else _data(exchange.request_size, exchange.request_hash)
+    )
     return _asked(exchange.method, exchange.target, body, ignored)
 
 
@@ -92,6 +94,22 @@ def differences(recorded: Asked, now: Asked) -> list[FieldDifference]:
         return found + list(_compare("", recorded.body, now.body))
     except RecursionError:
         return [*found, FieldDifference("", "another body", "nested too deeply to be compared")]
+
+
+def distance(recorded: Asked, now: Asked) -> int:
+    """Return the number of values that only one of two requests has at a place."""
+    return len(set(_leaves("", recorded.body)) ^ set(_leaves("", now.body)))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, content in value.items():
+            yield from _leaves(f"{path}.{name}", content)
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", item)
+    else:
+        yield path, value if isinstance(value, str | int | float | None) else type(value)
 
 
 def _is_data(headers: Headers) -> bool:

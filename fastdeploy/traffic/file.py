@@ -259,7 +259,7 @@ class Recording:
 
 
 def read_recording(path: str) -> Recording:
-    """Return the recording in a file. Request bodies of more than MAX_REQUEST_BYTES are left out. Raises InvalidField."""
+    """Return the recording in a file. Request bodies over MAX_REQUEST_BYTES are left out. Raises InvalidField."""
     records = read_records(path)
     opening = next(records)
     assert isinstance(opening, Opening)
@@ -269,7 +269,7 @@ def read_recording(path: str) -> Recording:
     for record in records:
         if isinstance(record, Opening):
             continue
-        last = record.at
+        last = max(last, record.at)
         if isinstance(record, Closing):
             closed = True
         elif isinstance(record, Begin):
@@ -296,4 +296,3 @@ def _take(exchange: Exchange, record: Head | Piece | Body | End, requests: dict[
         exchange.sent, exchange.request_size, exchange.request_hash = record.at, record.size, record.hash
         body = bytes(requests.pop(exchange.id, b""))
         exchange.request = body if record.kept and len(body) <= MAX_REQUEST_BYTES else None
-

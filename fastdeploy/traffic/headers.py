@@ -9,7 +9,15 @@ HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade")
 )  # fmt: skip
-OPAQUE = ("application/octet-stream", "multipart/", "image/", "audio/", "video/", "application/zip", "application/x-tar")
+OPAQUE = (
+    "application/octet-stream",
+    "multipart/",
+    "image/",
+    "audio/",
+    "video/",
+    "application/zip",
+    "application/x-tar",
+)
 
 
 def value_of(headers: Headers, name: str) -> str:

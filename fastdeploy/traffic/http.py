@@ -23,7 +23,7 @@ KEEP_ALIVE_S = 75  # longer than clients keep theirs, so that none meets a conne
 BACKLOG = 2048
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server whose process goes on after a stop signal, so that it can report."""
 
     @contextlib.contextmanager
@@ -52,8 +52,8 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(app: App, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Requests that run then are cancelled after STOP_S seconds."""
+def make_server(app: App) -> HttpServer:
+    """Return a server that serves until SIGINT or SIGTERM. Requests that run then have STOP_S seconds left."""
     # A reply that breaks off on purpose is an error for uvicorn.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -69,7 +69,7 @@ async def serve(app: App, listener: socket.socket) -> None:
         server_header=False,
         date_header=False,
     )
-    await _Server(config).serve(sockets=[listener])
+    return HttpServer(config)
 
 
 def target_of(scope: MutableMapping[str, Any]) -> str:

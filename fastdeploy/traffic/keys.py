@@ -22,9 +22,7 @@ REMOVED = "[removed]"
 MIN_KEY_CHARS = 8  # shorter values ("EMPTY", "none") are words, which bodies have for other reasons
 # Names with "-" replaced by "_". In a reply, "token" is the text of a token.
 _KEY = r"\w*api_?keys?|(?:\w*[_.])?(?:access|secret|private|control|fleet|auth|encryption|subscription|signing)_?keys?"
-_TOKEN = (
-    r"(?:\w*[_.])?(?:access|refresh|id|auth|api|bearer|csrf|xsrf|session|security|hf|hub|github|gitlab|wandb|jwt)_?token"
-)
+_TOKEN = r"(?:\w*[_.])?(?:access|refresh|id|auth|api|bearer|csrf|session|security|hf|hub|github|gitlab|jwt)_?token"
 _OTHER = r"token|\w*(?:secret|passw(?:or)?d|credential)s?|(?:\w*_)?authorization|(?:set_)?cookies?"
 _NAME = re.compile(f"(?:{_KEY}|{_TOKEN}|{_OTHER})", re.IGNORECASE)
 _QUERY_NAME = re.compile(f"(?:{_NAME.pattern}|key|sig|(?:x_amz_|x_goog_)?signature)", re.IGNORECASE)

@@ -6,9 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from fastdeploy.traffic.bodies import Asked, FieldDifference, differences, recorded_request
+from fastdeploy.traffic.bodies import Asked, FieldDifference, differences, distance, recorded_request
 from fastdeploy.traffic.file import Exchange
-from fastdeploy.traffic.order import SAFE_METHODS, is_control
+from fastdeploy.traffic.order import is_control, is_poll
 
 MAX_COMPARED = 200  # recorded requests of a route that are compared with one that has no match
 
@@ -22,27 +22,27 @@ class Expected(NamedTuple):
 
 
 class Book:
-    """The recorded requests, each of which answers one new request. A request with a safe method changes nothing, so
-    that the number of such requests does not matter: the answer is that recorded after as many control calls."""
+    """The recorded requests, each of which answers one new request. The number of polls does not matter: the answer to
+    a poll is that which was recorded after as many control calls."""
 
     def __init__(self, exchanges: Iterable[Exchange], ignored: Set[str]):
         self._ignored = ignored
         self.all = _expected([exchange for exchange in exchanges if exchange.sent is not None], ignored)
         self._unused: dict[bytes, deque[Expected]] = defaultdict(deque)
-        self._safe: dict[bytes, list[Expected]] = defaultdict(list)
+        self._polls: dict[bytes, list[Expected]] = defaultdict(list)
         self._of_route: dict[tuple[str, str], list[Expected]] = defaultdict(list)
         self.used: set[int] = set()
         for one in self.all:
             self._of_route[one.asked.route].append(one)
-            if one.exchange.method in SAFE_METHODS:
-                self._safe[one.asked.key].append(one)
+            if is_poll(*one.asked.route):
+                self._polls[one.asked.key].append(one)
             else:
                 self._unused[one.asked.key].append(one)
 
     def take(self, asked: Asked, calls_before: int) -> Expected | None:
         """Return the recorded request that is the same. calls_before: control calls that are over in the new run."""
-        if safe := self._safe.get(asked.key):
-            return self._use(_at_position(safe, calls_before, self.used))
+        if polls := self._polls.get(asked.key):
+            return self._use(_at_position(polls, calls_before, self.used))
         unused = self._unused.get(asked.key, deque())
         while unused:
             if (one := unused.popleft()).exchange.id not in self.used:
@@ -64,16 +64,16 @@ class Book:
         return asked.route in self._of_route
 
     def nearest(self, asked: Asked) -> tuple[Expected, list[FieldDifference]] | None:
-        """Return the recorded request of the same route that differs in the fewest fields; of those that answered
-        nothing yet, if there are such."""
+        """Return the recorded request of the same route that differs in the fewest values, and where it differs. Of
+        those that answered nothing yet, if there are such."""
         of_route = self._of_route.get(asked.route, [])
         free = [one for one in of_route if one.exchange.id not in self.used] or of_route
-        compared = [(one, differences(one.asked, asked)) for one in free[:MAX_COMPARED]]
-        return min(compared, key=lambda pair: len(pair[1]), default=None)
+        nearest = min(free[:MAX_COMPARED], key=lambda one: distance(one.asked, asked), default=None)
+        return None if nearest is None else (nearest, differences(nearest.asked, asked))
 
     def never_asked(self) -> list[Expected]:
-        """Return the recorded requests that answered nothing, except those with safe methods."""
-        return [x for x in self.all if x.exchange.id not in self.used and x.exchange.method not in SAFE_METHODS]
+        """Return the recorded requests that answered nothing, except polls."""
+        return [one for one in self.all if one.exchange.id not in self.used and not is_poll(*one.asked.route)]
 
     def _use(self, one: Expected) -> Expected:
         self.used.add(one.exchange.id)
@@ -81,9 +81,7 @@ class Book:
 
 
 def _expected(exchanges: list[Exchange], ignored: Set[str]) -> list[Expected]:
-    ends = sorted(
-        one.ended for one in exchanges if one.ended is not None and is_control(one.method, one.path)
-    )
+    ends = sorted(one.ended for one in exchanges if one.ended is not None and is_control(one.method, one.path))
     found, calls = [], 0
     for exchange in exchanges:
         while calls < len(ends) and ends[calls] <= exchange.began:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_HEARTBEATS = ("/v1/renew",)
 _CONTROL = re.compile(
     r"pause|resume|continue|weight|sleep|wake|lora|reset|flush|abort|memory_occupation|collective_rpc|version"
 )
@@ -17,7 +18,12 @@ _CONTROL = re.compile(
 def is_control(method: str, path: str) -> bool:
     """Return whether a call changes the engine's state, and not only asks it for an answer: pauses, weights, adapters,
     sleep and caches, in the routes of vLLM, SGLang and ours."""
-    return method not in SAFE_METHODS and _CONTROL.search(path) is not None
+    return not is_poll(method, path) and _CONTROL.search(path) is not None
+
+
+def is_poll(method: str, path: str) -> bool:
+    """Return whether a request changes nothing, so that clients send it as often as time permits."""
+    return method in _SAFE_METHODS or path in _HEARTBEATS
 
 
 class Span(NamedTuple):
@@ -49,9 +55,9 @@ def flips(spans: Sequence[Span]) -> list[Flip]:
     by_begin = sorted(calls, key=lambda call: call.recorded[0])
     ends = [call.recorded[1] for call in by_end]
     begins = [call.recorded[0] for call in by_begin]
-    # Of the calls up to each one, that which begins last in the new run; of those from each one on, that which ends first.
-    latest = list(accumulate(by_end, lambda a, b: max(a, b, key=lambda call: call.now[0])))
-    earliest = list(accumulate(by_begin[::-1], lambda a, b: min(a, b, key=lambda call: call.now[1])))[::-1]
+    # Of the calls up to each one, that which begins last in the new run; of those from each one on, the first to end.
+    latest = list(accumulate(by_end, _begins_later))
+    earliest = list(accumulate(by_begin[::-1], _ends_earlier))[::-1]
     found = []
     for span in spans:
         ended_before = bisect_left(ends, span.recorded[0])
@@ -62,3 +68,10 @@ def flips(spans: Sequence[Span]) -> list[Flip]:
             found.append(Flip(span, call, after=True))
     return found
 
+
+def _begins_later(a: Span, b: Span) -> Span:
+    return a if a.now[0] >= b.now[0] else b
+
+
+def _ends_earlier(a: Span, b: Span) -> Span:
+    return a if a.now[1] <= b.now[1] else b

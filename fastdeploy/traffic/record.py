@@ -22,8 +22,17 @@ from fastdeploy.core.process import VERSION, collect_rarely
 from fastdeploy.traffic.file import Begin, Body, End, Head, Headers, Opening, Outcome, Piece, RecordWriter, Side
 from fastdeploy.traffic.headers import content_length, encoding_of, end_to_end, is_json, is_opaque, value_of
 from fastdeploy.traffic.http import (
-    Receive, Send, error_body, headers_of, listen, send_head, send_json, serve, target_of, url_of,
-)  # fmt: skip
+    Receive,
+    Send,
+    error_body,
+    headers_of,
+    listen,
+    make_server,
+    send_head,
+    send_json,
+    target_of,
+    url_of,
+)
 from fastdeploy.traffic.upstream import CONTINUE_S, Connection, Upstream, UpstreamFailed
 from fastdeploy.traffic.writer import MAX_TEXT_BYTES, BackgroundWriter
 
@@ -59,6 +68,7 @@ class Recorder:
         self.upstream, self.writer, self.keep_all = upstream, writer, keep_all
         self._start = time.monotonic()
         self.requests = 0
+        self._running: set[asyncio.Task[None] | None] = set()
 
     def now(self) -> float:
         return time.monotonic() - self._start
@@ -68,20 +78,24 @@ class Recorder:
         self.requests += 1
         exchange = _Exchange(self, self.requests, scope, receive, send)
         outcome, error = Outcome.RECORDER_STOPPED, ""
+        self._running.add(task := asyncio.current_task())
         try:
             outcome = await exchange.run()
         except UpstreamFailed as failure:
             outcome, error = Outcome.UPSTREAM_FAILED, str(failure)
         finally:
             self.writer.put(End(exchange.id, self.now(), outcome, error))
+            self._running.discard(task)
+
+    async def finish(self) -> None:
+        """Wait for the requests that the server has cancelled at its end."""
+        await asyncio.gather(*filter(None, self._running), return_exceptions=True)
 
 
 class _Exchange:
     """One request and its reply."""
 
-    def __init__(
-        self, recorder: Recorder, number: int, scope: MutableMapping[str, Any], receive: Receive, send: Send
-    ):
+    def __init__(self, recorder: Recorder, number: int, scope: MutableMapping[str, Any], receive: Receive, send: Send):
         self.id = number
         self._recorder, self._upstream, self._writer = recorder, recorder.upstream, recorder.writer
         self._method, self._target, self._headers = scope["method"], target_of(scope), headers_of(scope)
@@ -123,6 +137,8 @@ class _Exchange:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONTINUE_S):
                     await connection.go_on.wait()
+            if connection.status:  # refused: reading the body would tell the client to send it
+                await asyncio.Event().wait()
         opaque = is_opaque(self._headers) or encoding_of(self._headers) != ""
         kept = self._recorder.keep_all or not opaque
         tally = _Tally(self._writer, self.id, Side.REQUEST, kept, None if opaque else MAX_TEXT_BYTES)
@@ -179,7 +195,9 @@ class _Exchange:
         message = f"the upstream {self._upstream.url} of `fastdeploy record` failed: {failure}"
         self._writer.put(Head(self.id, self._recorder.now(), 502, [("content-type", "application/json")]))
         tally = _Tally(self._writer, self.id, Side.REPLY, True, None)
-        body = await send_json(self._send, 502, error_body(502, "upstream_failed", message, upstream=self._upstream.url))
+        body = await send_json(
+            self._send, 502, error_body(502, "upstream_failed", message, upstream=self._upstream.url)
+        )
         await tally.add(self._recorder.now(), body)
         tally.finish(self._recorder.now())
 
@@ -209,7 +227,8 @@ async def _record(upstream: Upstream, listener: socket.socket, file: RecordWrite
     recorder = Recorder(upstream, writer, keep_all)
     print(f"Recording at {url_of(listener)}: use this URL in place of {upstream.url}", flush=True)
     collect_rarely()
-    await serve(recorder, listener)
+    await make_server(recorder).serve(sockets=[listener])
+    await recorder.finish()
     writer.close(recorder.now())
     print(f"{out}: {recorder.requests} requests, {file.nbytes} bytes" + (", not complete" if writer.error else ""))
     return 1 if writer.error else 0

@@ -13,8 +13,17 @@ from fastdeploy.traffic.bodies import IGNORED, Asked, LiveBody
 from fastdeploy.traffic.file import MAX_REQUEST_BYTES, Exchange, Headers, Outcome, Recording, read_recording
 from fastdeploy.traffic.headers import content_length
 from fastdeploy.traffic.http import (
-    Receive, Send, error_body, headers_of, listen, send_head, send_json, serve, target_of, url_of,
-)  # fmt: skip
+    Receive,
+    Send,
+    error_body,
+    headers_of,
+    listen,
+    make_server,
+    send_head,
+    send_json,
+    target_of,
+    url_of,
+)
 from fastdeploy.traffic.keys import KeyRemover
 from fastdeploy.traffic.matching import Book
 from fastdeploy.traffic.order import is_control
@@ -169,7 +178,7 @@ async def _replay(recording: Recording, listener: socket.socket, file: str, app:
     print(f"Replaying {file} at {url}: use this URL in place of {recording.opening.upstream}", flush=True)
     print(f"GET {url}{REPORT} says what is different up to then", flush=True)
     collect_rarely()
-    await serve(app, listener)
+    await make_server(app).serve(sockets=[listener])
     report = app.report()
     print(report.text(), flush=True)
     return 0 if report.same else 1

@@ -11,6 +11,7 @@ import base64
 import ssl
 import time
 from collections import deque
+from typing import cast
 from urllib.parse import unquote, urlsplit
 
 import httptools
@@ -105,8 +106,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------------ calls of the event loop and of the parser
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
 
     def data_received(self, data: bytes) -> None:
         if self._complete:  # bytes that belong to no reply

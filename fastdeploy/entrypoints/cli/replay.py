@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.record import PORT
 from fastdeploy.entrypoints.cli.settings import SettingsParser
@@ -31,10 +32,17 @@ def add_parser(commands: Commands) -> SettingsParser:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Answer until a stop signal, and print the report. Return the exit status: 1 if the new run is different."""
-    if args.show:
-        print(summary(read_recording(args.file)))
-        return 0
-    return replay(args.file, args.host, args.port, args.speed, args.loose, frozenset(args.ignore))
+    try:
+        if args.show:
+            print(summary(read_recording(args.file)))
+            return 0
+        return replay(args.file, args.host, args.port, args.speed, args.loose, frozenset(args.ignore))
+    except InvalidField as error:
+        message = f"FILE: {error.message.removeprefix('file: ')}"
+    except OSError as error:
+        message = str(error)
+    args.parser.error(message)  # exits with status 2, since 1 is that of a run that is different
+    return 2
 
 
 def _speed(text: str) -> float:
