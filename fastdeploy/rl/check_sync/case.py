@@ -53,7 +53,7 @@ class Sides:
 @dataclass(frozen=True)
 class Case:
     """A tensor whose values are known on both sides, and differ. expected_bits, served_bits: the trainer's values and
-    those that serve, in the serving dtype and in the shape of the tensor: float32, or bfloat16 as uint16."""
+    those that serve, in the shape of the tensor: the bits of the serving dtype, uint32 or uint16."""
 
     name: str
     sides: Sides
@@ -63,12 +63,12 @@ class Case:
     @cached_property
     def expected(self) -> np.ndarray:
         """The trainer's values, float32."""
-        return widen(self.expected_bits)
+        return values_of(self.expected_bits)
 
     @cached_property
     def served(self) -> np.ndarray:
         """The values that serve, float32."""
-        return widen(self.served_bits)
+        return values_of(self.served_bits)
 
     @cached_property
     def wide(self) -> np.ndarray:
@@ -97,11 +97,11 @@ class Case:
         return 2.0**-9 if self.dtype == "bfloat16" else 2.0**-24
 
     def earlier(self) -> Iterator[tuple[Earlier, np.ndarray]]:
-        """Yield earlier weights whose values are known, with this tensor of them in the serving dtype."""
+        """Yield earlier weights whose values are known, with the bits of this tensor of them."""
         known = [*self.sides.earlier, *([] if self.sides.base is None else [self.sides.base])]
         for one in known:
             if one.read is not None and self.name in one.digests:
-                yield one, one.read(self.name).reshape(self.expected_bits.shape)
+                yield one, bits_of(one.read(self.name)).reshape(self.expected_bits.shape)
 
     def relatives(self) -> list[str]:
         """Return the other tensors that an engine keeps in one with this one: q, k and v; gate and up."""
@@ -111,3 +111,13 @@ class Case:
                     names = [self.name.replace(f".{part}.", f".{other}.") for other in parts if other != part]
                     return [name for name in names if name in self.sides.expected]
         return []
+
+
+def bits_of(values: np.ndarray) -> np.ndarray:
+    """Return the bits of values in a serving dtype: float32, or bfloat16 as uint16, which are its bits already."""
+    return values.view(np.uint32) if values.dtype == np.float32 else values
+
+
+def values_of(bits: np.ndarray) -> np.ndarray:
+    """Return the float32 values of bits, uint32 or uint16."""
+    return bits.view(np.float32) if bits.dtype == np.uint32 else widen(bits)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from fastdeploy.core.serving_dtype import in_dtype
-from fastdeploy.rl.check_sync.case import Case
+from fastdeploy.rl.check_sync.case import Case, bits_of, values_of
 
 FEW = 8  # values of which single bits may have flipped
 NEARLY_ALL = 0.99
@@ -55,7 +55,7 @@ def wrong_dtype(case: Case) -> str | None:
     for dtype, rounded in ROUNDINGS.items():
         with np.errstate(all="ignore"):
             found = in_dtype(np.ascontiguousarray(rounded(case.wide), np.float32), case.dtype)
-        if np.array_equal(found, case.served_bits):
+        if np.array_equal(bits_of(found), case.served_bits):
             return f"the values went through {dtype} on their way to {case.dtype}"
     return None
 
@@ -120,8 +120,7 @@ def between_updates(case: Case) -> str | None:
         if lost >= NEARLY_ALL:
             share = case.changed.size / max(1, int((old != case.expected_bits).sum()))
             return f"{case.changed.size} values are those of {one.label}: {share:.2%} of the update got lost"
-        was = old.astype(np.uint32) << 16 if old.dtype == np.uint16 else old.view(np.uint32)
-        step = was.view(np.float32).reshape(case.expected.shape) - case.expected
+        step = values_of(old) - case.expected
         length = float((step.astype(np.float64) ** 2).sum())
         if not length or not np.isfinite(case.difference).all():
             continue

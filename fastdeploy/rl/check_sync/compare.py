@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy.core.serving_dtype import ITEMSIZE, dtype_of
 from fastdeploy.rl.check_sync import changes, origins, places
-from fastdeploy.rl.check_sync.case import Case, Sides
+from fastdeploy.rl.check_sync.case import Case, Sides, bits_of
 from fastdeploy.rl.check_sync.report import Difference
 
 BATCH_BYTES = 256 << 20  # of tensors that are asked for at once
@@ -93,8 +93,8 @@ def difference(name: str, sides: Sides, shape: tuple[int, ...], served: np.ndarr
     """Return how one tensor differs. served: its values; None if they are not known."""
     case = None
     if served is not None:
-        expected = sides.read(name)
-        case = Case(name, sides, expected.reshape(shape), np.ascontiguousarray(served).reshape(shape))
+        expected, served = (bits_of(np.ascontiguousarray(one)).reshape(shape) for one in (sides.read(name), served))
+        case = Case(name, sides, expected, served)
     kind, how = UNKNOWN, "the values are others, in no way that this check knows"
     for one in CLASSIFIERS:
         if (sentence := one.find(name, sides, case)) is not None:

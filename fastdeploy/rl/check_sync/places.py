@@ -142,26 +142,26 @@ def _of_heads(order: Sequence[int], case: Case) -> str:
     """Return what the order of rows means for heads; "" if nothing. order: of each row, where it comes from."""
     places = np.asarray(order)
     size, dim = len(places), case.sides.config.head_dim
-    if (shift := int(places[0])) and np.array_equal(places, (np.arange(size) + shift) % size):
-        return f": shifted by {shift}"
+    if size % dim == 0 and ".self_attn." in case.name:
+        heads = places.reshape(-1, dim)
+        within = heads - heads[:, :1] // dim * dim
+        half, pairs = np.arange(dim).reshape(2, -1), np.arange(dim).reshape(-1, 2)
+        for layout, words in ((half.T, "interleaved"), (pairs.T, "split in halves")):
+            if np.array_equal(within, np.broadcast_to(layout.reshape(-1), within.shape)):
+                return f": the dimensions of each head are {words}, as for another rotary embedding"
+        if np.array_equal(within, np.broadcast_to(np.arange(dim), within.shape)):
+            return f": the heads are {[int(one) for one in heads[:, 0] // dim]}"
     if np.array_equal(places, np.arange(size)[::-1]):
         return ": reversed"
-    if size % dim or ".self_attn." not in case.name:
-        return _halves(places)
-    heads = places.reshape(-1, dim)
-    within = heads - heads[:, :1] // dim * dim
-    half = np.arange(dim).reshape(2, -1)
-    interleaved, split = half.T.reshape(-1), np.arange(dim).reshape(-1, 2).T.reshape(-1)
-    for layout, words in ((interleaved, "interleaved"), (split, "split in halves")):
-        if np.array_equal(within, np.broadcast_to(layout, within.shape)):
-            return f": the dimensions of each head are {words}, as for another rotary embedding"
-    if np.array_equal(within, np.broadcast_to(np.arange(dim), within.shape)):
-        return f": the heads are {[int(one) for one in heads[:, 0] // dim]}"
-    return _halves(places)
+    return _shards(places) or (f": shifted by {places[0]}" if _is_shifted(places) else "")
 
 
-def _halves(places: np.ndarray) -> str:
-    """Return whether equal blocks of rows are exchanged, as of shards in a wrong order."""
+def _is_shifted(places: np.ndarray) -> bool:
+    return np.array_equal(places, (np.arange(places.size) + places[0]) % places.size)
+
+
+def _shards(places: np.ndarray) -> str:
+    """Return the order of equal blocks of rows, as of shards in a wrong order; "" if there are no such blocks."""
     for shards in (2, 4, 8, 16, 3):
         if places.size % shards == 0:
             blocks = places.reshape(shards, -1)
