@@ -8,9 +8,6 @@ from typing import Any
 
 import msgspec
 
-WIDTH = 100  # characters of a line of text
-SHOWN = 10  # differences in the text; JSON has all
-
 
 class Verdict(Enum):
     """EQUAL: the weights that serve are those of the trainer. DIFFERS: they are others. UNKNOWN: could not be said."""
@@ -143,6 +140,12 @@ class SyncReport:
     def diverged(self) -> Divergence | None:
         """The first token that differs from a run of our own."""
         return None if self.behaviour is None else self.behaviour.diverged
+
+    def text(self) -> str:
+        """Return the report as lines for a terminal."""
+        from fastdeploy.rl.check_sync.text import lines
+
+        return "\n".join(lines(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it."""

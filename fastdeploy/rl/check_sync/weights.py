@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.files import write_all
+from fastdeploy.core.files import ANYWHERE, Folder, write_all
 from fastdeploy.core.fingerprint import Fingerprint, fingerprint
 from fastdeploy.core.serving_dtype import dtype_of, fits, in_dtype, widen
 from fastdeploy.core.weight_source import AUTO, FolderSource
 from fastdeploy.model_executor.checkpoint_layout import describe
-from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models import CONFIG, build_model, load_config, read_json
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source, refuse_tensor
@@ -65,6 +65,7 @@ class TrainerWeights:
             if isinstance(weights, Mapping)
             else _Folder(weights, self.model, layout)
         )
+        self._fingerprints: dict[str, Fingerprint] | None = None
         self.present = tuple(name for name in self.shapes if name in self._source.names)
 
     def __enter__(self) -> TrainerWeights:
@@ -93,17 +94,30 @@ class TrainerWeights:
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of every tensor that is there, as a server of this dtype has it. Raises
         WeightUpdateRefused for an alias that differs from its tensor."""
+        if self._fingerprints is not None:
+            return self._fingerprints
         found = {name: fingerprint(np.ascontiguousarray(values)) for name, values in self.arrays(self.present)}
         for alias, name in self.model.aliases.items():
             if alias in self._source.names and name in found and fingerprint(self.read(alias)) != found[name]:
                 raise refuse_tensor(alias, f"differs from {name}, but tie_word_embeddings is true")
-        return {name: found[name] for name in self.present}
+        self._fingerprints = {name: found[name] for name in self.present}
+        return self._fingerprints
 
     def _rounded(self, name: str, values: np.ndarray) -> np.ndarray:
         dtype = dtype_of(name, self.dtype)
         if not fits(values, dtype):
             raise refuse_tensor(name, f"of {self.label} has values that are not finite in {dtype}")
         return in_dtype(values, dtype)
+
+
+def checkpoint_dtype(folder: str | os.PathLike[str]) -> str:
+    """Return the dtype that config.json of a folder names, "bfloat16" if it names none. Raises InvalidField."""
+    try:
+        with Folder(folder, ANYWHERE) as opened:
+            raw = read_json(opened, CONFIG)
+    except OSError as error:
+        raise InvalidField("model", f"the folder {os.fspath(folder)!r} cannot be read: {error.strerror}") from error
+    return str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16")
 
 
 class _Folder:
