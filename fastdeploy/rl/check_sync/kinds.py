@@ -20,7 +20,7 @@ KINDS = (
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of each kind, in the order of KINDS; of other tensors under "others"."""
-    found: dict[str, list[str]] = {kind: [] for kind, _ in KINDS} | {"others": []}
+    found: dict[str, list[str]] = {kind: [] for kind in (*(kind for kind, _ in KINDS), "others")}
     for name in names:
         found[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "others")].append(name)
     return {kind: some for kind, some in found.items() if some}
