@@ -18,9 +18,9 @@ from fastdeploy.rl.check_sync.bounds import (
     FLOAT32,
     LEVELS,
     NOISE,
-    Fit,
+    Evidence,
     Tokens,
-    fit,
+    evidence,
     noise_ratio,
     prompts_of,
     smallest_found,
@@ -120,20 +120,13 @@ def judge(
         for answers, own, reference in zip(probes, rounded, exact, strict=True)
     )
     to_the_bit = _same_bits(plain.found, served[0])
-    fits = [_fit_older(run, plain, probes.plain, widened(older)) for older in previous]
-    parts = _fit_parts(run, plain, probes.plain, widened(previous[0])) if previous else {}
-    ratio = 0.0 if to_the_bit else noise_ratio(plain)
-    stale_by = min(
-        (k for k, one in enumerate(fits) if one.is_stale), key=lambda k: abs(1 - fits[k].share), default=None
-    )
-    lacking = [kind for kind, one in parts.items() if one.is_stale]
-    differs = not to_the_bit and (ratio > NOISE or any(one.lacks_a_part for one in fits) or bool(lacking))
+    said = Evidence(0.0) if to_the_bit else _evidence(run, plain, probes.plain, previous)
     kv, kv_how = _kv(probes, cached, fresh, served[1], ours)
-    smallest = None if differs or to_the_bit else _smallest(run, plain, probes.plain)
+    smallest = None if said.differs or to_the_bit else _smallest(run, plain, probes.plain)
     return BehaviourReport(
-        verdict=Verdict.DIFFERS if differs else Verdict.EQUAL,
-        how=_how(ratio, to_the_bit, differs, fits, None if stale_by is None else stale_by + 1, lacking, smallest),
-        statistic=ratio,
+        verdict=Verdict.DIFFERS if said.differs else Verdict.EQUAL,
+        how="All log probabilities are equal to the bit." if to_the_bit else _how(said, smallest),
+        statistic=said.ratio,
         bound=NOISE,
         power=POWER,
         smallest=smallest,
@@ -141,24 +134,24 @@ def judge(
         diverged=None if to_the_bit else _first_divergence(probes.plain, greedy, served[0], plain),
         kv=kv,
         kv_how=kv_how,
-        stale_by=None if stale_by is None or to_the_bit else stale_by + 1,
+        stale_by=said.stale_by,
     )
 
 
-def _fit_older(run: OwnRun, plain: Tokens, answers: Sequence[Answer], older: Mapping[str, np.ndarray]) -> Fit:
-    return fit(plain, [_with(run, older, answers)])[0]
+def _evidence(run: OwnRun, plain: Tokens, answers: Sequence[Answer], previous: Sequence[TrainerWeights]) -> Evidence:
+    older = [widened(one) for one in previous]
+    parts = _parts(run.tensors, older[0]) if older else {}
+    return evidence(
+        plain,
+        [_with(run, tensors, answers) for tensors in older],
+        {kind: _with(run, tensors, answers) for kind, tensors in parts.items()},
+    )
 
 
-def _fit_parts(
-    run: OwnRun, plain: Tokens, answers: Sequence[Answer], older: Mapping[str, np.ndarray]
-) -> dict[str, Fit]:
-    """Return, for each kind of tensors, how much of its update the engine lacks."""
-    changed = [name for name, values in run.tensors.items() if not np.array_equal(values, older[name])]
-    kinds = by_kind(changed)
-    before = [
-        _with(run, dict(run.tensors) | {name: older[name] for name in names}, answers) for names in kinds.values()
-    ]
-    return dict(zip(kinds, fit(plain, before), strict=True))
+def _parts(new: Mapping[str, np.ndarray], old: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Return, for each kind of tensors that an update has changed, the weights without the update of this kind."""
+    changed = [name for name, values in new.items() if not np.array_equal(values, old[name])]
+    return {kind: {**new, **{name: old[name] for name in names}} for kind, names in by_kind(changed).items()}
 
 
 def _smallest(run: OwnRun, plain: Tokens, answers: Sequence[Answer]) -> float:
@@ -252,28 +245,19 @@ def _kv(probes: Probes, cached: Tokens, fresh: Tokens, own: np.ndarray, ours: bo
     )
 
 
-def _how(
-    ratio: float,
-    to_the_bit: bool,
-    differs: bool,
-    fits: Sequence[Fit],
-    stale_by: int | None,
-    lacking: Sequence[str],
-    smallest: float | None,
-) -> str:
-    """Say in a sentence or two what was found."""
-    if to_the_bit:
-        return "All log probabilities are equal to the bit."
-    figure = "not finite" if math.isinf(ratio) else f"{ratio:.2g} times our own rounding apart, bound {NOISE:g}"
-    sentences = [f"Log probabilities are {figure}."]
-    if stale_by is not None:
-        sentences.append(f"They fit the weights of {stale_by} updates before.")
-    elif fits and fits[0].lacks_a_part:
-        sentences.append(f"The engine lacks {fits[0].share:.0%} of the last update.")
-    if lacking and stale_by is None:
-        sentences.append(f"It has older values of: {', '.join(lacking)}.")
-    if not differs and smallest is not None:
+def _how(said: Evidence, smallest: float | None) -> str:
+    """Say in a few sentences what was found."""
+    times = f"{said.ratio:.2g} times our own rounding apart, bound {NOISE:g}"
+    sentences = [f"Log probabilities are {'not finite' if math.isinf(said.ratio) else times}."]
+    if said.stale_by is not None:
+        updates = "1 update" if said.stale_by == 1 else f"{said.stale_by} updates"
+        sentences.append(f"They fit the weights of {updates} before.")
+    elif said.older and said.older[0].lacks_a_part:
+        sentences.append(f"The engine lacks {said.older[0].share:.0%} of the last update.")
+    if said.lacking and said.stale_by is None:
+        sentences.append(f"Stale are: {', '.join(said.lacking)}.")
+    if not said.differs and smallest is not None:
         sentences.append(f"A relative error of {smallest:.1g} in all tensors would be found in 99 % of the checks.")
-        if fits:
-            sentences.append(f"So would be {fits[0].smallest:.0%} of the last update missing.")
+        if said.older and math.isfinite(said.older[0].smallest):
+            sentences.append(f"So would be {said.older[0].smallest:.0%} of the last update missing.")
     return " ".join(sentences)

@@ -9,7 +9,7 @@ larger by a factor. docs/check-sync.md has the factors of real engines, and how 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -123,6 +123,39 @@ def _line(differences: np.ndarray, changes: np.ndarray, start: float, scale: flo
         weighted = changes / (1 + ((differences - shares @ changes) / scale) ** 2)
         shares = np.linalg.pinv(weighted @ changes.T) @ (weighted @ differences)
     return shares
+
+
+class Evidence(NamedTuple):
+    """What the log probabilities say of the weights. ratio: of ``noise_ratio``. older: the fit of each of the earlier
+    weights, the latest first. parts: of the last update alone, the fit of each kind of tensors."""
+
+    ratio: float
+    older: Sequence[Fit] = ()
+    parts: Mapping[str, Fit] = {}
+
+    @property
+    def stale_by(self) -> int | None:
+        """The number of updates that the engine lacks; None if no earlier weights fit better than the trainer's."""
+        fitting = [k for k, one in enumerate(self.older) if one.is_stale]
+        return min(fitting, key=lambda k: abs(1 - self.older[k].share)) + 1 if fitting else None
+
+    @property
+    def lacking(self) -> list[str]:
+        """The kinds of tensors that the engine has as they were before the last update."""
+        return [kind for kind, one in self.parts.items() if one.is_stale]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the weights that serve are others than the trainer's."""
+        return self.ratio > NOISE or any(one.lacks_a_part for one in self.older) or bool(self.lacking)
+
+
+def evidence(tokens: Tokens, older: Sequence[np.ndarray] = (), parts: Mapping[str, np.ndarray] = {}) -> Evidence:
+    """Return what the log probabilities say. older, parts: runs of our own as for ``fit``, with all tensors of earlier
+    weights, and with those of one kind from before the last update."""
+    fits = [fit(tokens, [before])[0] for before in older]
+    of_parts = dict(zip(parts, fit(tokens, list(parts.values())), strict=True))
+    return Evidence(noise_ratio(tokens), fits, of_parts)
 
 
 def smallest_found(tokens: Tokens, response: np.ndarray, rng: np.random.Generator, repeats: int = 100) -> float:
