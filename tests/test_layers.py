@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fleet": ("core", "inter_communicator", "client"),
     "http": ("core", "inter_communicator", "client", "fleet"),
     "bench": (),
+    "testing": ("core", "embedded", "rl", "bench"),
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
@@ -36,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core",
         "bench",
         "embedded",
+        "testing",
         "inter_communicator",
         "model_executor",
         "worker",
@@ -49,7 +51,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
 # All that users import. The programs in examples/ import nothing else of ours, so that users can write the same. Only
 # what they have in common is named: the task, and the trainer.
-PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.bench", "fastdeploy.embedded", "fastdeploy.core.errors")
+PUBLIC = (
+    "fastdeploy",
+    "fastdeploy.rl",
+    "fastdeploy.bench",
+    "fastdeploy.embedded",
+    "fastdeploy.testing",
+    "fastdeploy.core.errors",
+)
 SHARED_EXAMPLES = ("examples.embedded_model.", "examples.async_grpo.")
 PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothing in it imports them
 # Of the programs that measure and check, the files that look inside the product. All others use what users import.

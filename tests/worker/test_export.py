@@ -11,7 +11,7 @@ from fastdeploy.core.errors import EngineError, InvalidField, OutOfSpace, WrongO
 from fastdeploy.core.fingerprint import fingerprint
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.safetensors_source import open_source
-from support.checkpoints import SPECS
+from support.specs import SPECS
 from support.step_driver import outputs, update
 from worker.new_weights import new_tensors, stored
 
