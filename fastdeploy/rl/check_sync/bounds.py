@@ -67,20 +67,22 @@ def noise_ratio(tokens: Tokens) -> float:
 
 class Fit(NamedTuple):
     """How much of a change of the weights the engine lacks: ``share`` 0 = nothing, 1 = all of it. error: standard
-    error of the share."""
+    error of the share. explains: what remains of the differences can be rounding. Other faults can look a little like
+    an older value, but do not leave so little."""
 
     share: float
     error: float
+    explains: bool = True
 
     @property
     def is_stale(self) -> bool:
         """Whether the older weights fit better than the new ones, and not by chance."""
-        return self.share > STALE and self.share > SURE * self.error
+        return self.explains and self.share > STALE and self.share > SURE * self.error
 
     @property
     def lacks_a_part(self) -> bool:
         """Whether the engine lacks a part of the change, or all of it."""
-        return self.share - SURE * self.error > PART
+        return self.explains and self.share - SURE * self.error > PART
 
     @property
     def smallest(self) -> float:
@@ -111,8 +113,9 @@ def fit(tokens: Tokens, before: Sequence[np.ndarray]) -> list[Fit]:
     by_prompt = np.stack([np.bincount(tokens.prompts, row * rest) for row in weighted])
     inverse = np.linalg.pinv(weighted @ changes.T)
     errors = np.sqrt(np.diag(inverse @ (by_prompt @ by_prompt.T) @ inverse))
+    explains = noise_ratio(tokens._replace(found=tokens.found - shares @ changes)) <= NOISE
     for i, share, error in zip(used, shares, errors, strict=True):
-        fits[i] = Fit(float(share), float(error))
+        fits[i] = Fit(float(share), float(error), explains)
     return fits
 
 
