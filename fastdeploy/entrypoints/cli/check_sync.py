@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 import msgspec
 
@@ -10,7 +11,6 @@ from fastdeploy.core.weight_source import AUTO, LAYOUTS
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY
-from fastdeploy.rl.check_sync import check_sync
 
 DEFAULT_URL = "http://127.0.0.1:8180"
 STATUS = "The exit status is 0 if the weights are equal, 1 if they differ, and 2 if that could not be found out."
@@ -40,6 +40,9 @@ def add_parser(commands: Commands) -> SettingsParser:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Print the report, and return its exit status."""
+    from fastdeploy.rl.check_sync import check_sync  # imports Paddle
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Paddle shows what others log
     report = check_sync(
         args.url,
         args.model,

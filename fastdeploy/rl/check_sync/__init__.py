@@ -8,7 +8,7 @@ serving     what an engine is asked: our own by fingerprints and values (own_eng
 compare     which tensors differ, by how much, and the table of ways in which tensors differ: another tensor serves
             (origins), the values are others (changes), or they are not at their places (places)
 behaviour   prompts and log probabilities: for any engine, and for the KV
-report      the results; as text in text
+report      the results, and their text
 """
 
 from fastdeploy.rl.check_sync.check import check_sync

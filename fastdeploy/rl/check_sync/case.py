@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,13 +40,27 @@ class Sides:
     config: ModelConfig
     base: Earlier | None = None
     zero: str | None = None
-    _by_digest: dict[str, list[str]] = field(default_factory=dict)
+
+    @cached_property
+    def likely(self) -> list[Earlier]:
+        """The earlier weights, those first that have the values of the most tensors that differ: a tensor that did not
+        change from one update to the next has the values of both."""
+
+        def matches(one: Earlier) -> int:
+            return sum(digest == one.digests.get(name) for name, digest in differing.items())
+
+        differing = {name: digest for name, digest in self.served.items() if digest != self.expected.get(name)}
+        return sorted(self.earlier, key=matches, reverse=True)
+
+    @cached_property
+    def _by_digest(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, one in self.expected.items():
+            found.setdefault(one, []).append(name)
+        return found
 
     def named(self, digest: str) -> list[str]:
         """Return the trainer's tensors of this digest."""
-        if not self._by_digest:
-            for name, one in self.expected.items():
-                self._by_digest.setdefault(one, []).append(name)
         return self._by_digest.get(digest, [])
 
 
@@ -98,7 +112,7 @@ class Case:
 
     def earlier(self) -> Iterator[tuple[Earlier, np.ndarray]]:
         """Yield earlier weights whose values are known, with the bits of this tensor of them."""
-        known = [*self.sides.earlier, *([] if self.sides.base is None else [self.sides.base])]
+        known = [*self.sides.likely, *([] if self.sides.base is None else [self.sides.base])]
         for one in known:
             if one.read is not None and self.name in one.digests:
                 yield one, bits_of(one.read(self.name)).reshape(self.expected_bits.shape)

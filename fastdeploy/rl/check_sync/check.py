@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -234,7 +235,8 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     """Return the verdict on all that was found, and one sentence."""
     if found:
-        return Verdict.DIFFERS, f"{len(found)} of {compared} tensors differ. The first is {found[0].tensor}."
+        kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(one.kind for one in found).most_common())
+        return Verdict.DIFFERS, f"{len(found)} of {compared} tensors differ ({kinds}). The first is {found[0].tensor}."
     if behaviour is not None and behaviour.verdict is Verdict.DIFFERS:
         equal = (
             f"All {compared} tensors that were compared are equal, but the answers are"

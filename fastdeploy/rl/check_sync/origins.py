@@ -24,7 +24,7 @@ def tied_head(name: str, sides: Sides) -> str | None:
 
 def stale(name: str, sides: Sides) -> str | None:
     """Find the values of earlier weights."""
-    for one in sides.earlier:
+    for one in sides.likely:
         if sides.served[name] == one.digests.get(name):
             return f"the values are those of {one.label}"
     return None
@@ -69,7 +69,7 @@ def another_tensor(name: str, sides: Sides) -> str | None:
 
 def stale_and_another(name: str, sides: Sides) -> str | None:
     """Find another tensor of earlier weights."""
-    for one in sides.earlier:
+    for one in sides.likely:
         for other, digest in one.digests.items():
             if digest == sides.served[name] and other != name:
                 return f"the values are those of {other} of {one.label}"
@@ -77,9 +77,9 @@ def stale_and_another(name: str, sides: Sides) -> str | None:
 
 
 def repeated(name: str, sides: Sides) -> str | None:
-    """Find the values that serve for another tensor of this layer or of this kind, too: one was written twice."""
+    """Find values that serve for another tensor, too, although the trainer's are different: one was written twice."""
     for other, digest in sides.served.items():
-        if digest == sides.served[name] and other != name:
+        if digest == sides.served[name] and other != name and sides.expected.get(other) != sides.expected[name]:
             return f"the same values serve as {other}"
     return None
 
