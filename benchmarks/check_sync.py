@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,7 @@ from fastdeploy.testing.models import MODELS, model_folder
 UPDATE = 0.02  # of the last update, relative to the root mean square of a tensor
 UPDATES = (0.02, 0.005, 0.002, 0.001, 0.0005)
 CLEAN_UPDATE = 0.01
+SHARED = 5  # clean checks with the same weights
 PLANTED = 20  # of each size, to check the computed smallest error
 
 
@@ -192,12 +194,13 @@ def stale_rows(subject: Subject, engine: TorchEngine, _: int) -> list[dict[str, 
     for size in UPDATES:
         new = updated(subject.old, serving_dtype, size)
         tokens, older = subject.tokens(new, prompts), before(subject, new, subject.old, prompts)
-        kinds = by_kind(new)
-        last = "experts" if "experts" in kinds else "MLP"
-        for what, names in {"all tensors": list(new), last: kinds[last], "attention": kinds["attention"]}.items():
+        last = "experts" if subject.exact.has_experts else "MLP"
+        parts = {"all tensors": "", last: r"experts|mlp\.(gate|up|down)_proj", "attention": "_attn"}
+        for what, pattern in parts.items():
+            names = [name for name in new if re.search(pattern, name)]
             served = {**new, **{name: subject.old[name] for name in names}}
             said = older.evidence(tokens._replace(found=engine.logprobs(served, prompts)))
-            right = said.stale_by == 1 if what == "all tensors" else said.lacking == [what]
+            right = said.stale_by == 1 if what == "all tensors" else set(said.lacking) == set(by_kind(names))
             moved = older.older - tokens.exact
             relative = float(np.std(moved) / np.std(tokens.own - tokens.exact))
             row = {"model": subject.name, "size": size, "what": what, "moved": relative}
@@ -207,25 +210,31 @@ def stale_rows(subject: Subject, engine: TorchEngine, _: int) -> list[dict[str, 
 
 
 def clean_rows(subject: Subject, engine: TorchEngine, count: int) -> list[dict[str, Any]]:
-    """Check engines that serve the right weights: each time with other prompts, and other weights by an update. Each
-    tenth check also fits the kinds of tensors of this update."""
+    """Check engines that serve the right weights: other prompts each time, and other weights by an update for each
+    SHARED checks. The first of these also fits the kinds of tensors of this update."""
     rows, new = [], subject.old
-    for i in range(count):
-        prompts, old, new = subject.prompts(i), new, updated(subject.old, serving_dtype, CLEAN_UPDATE, i)
-        tokens = subject.tokens(new, prompts)
-        tokens = tokens._replace(found=engine.logprobs(new, prompts))
-        older = subject.run(subject.exact, old, prompts)
-        parts = before(subject, new, old, prompts).parts if i % 10 == 0 else {}
-        said = evidence(tokens, [older], parts)
-        half = len(prompts) // 2  # the same weights in batches of other prompts: to the bit
-        own = np.concatenate([subject.run(subject.rounded, new, part) for part in (prompts[half:], prompts[:half])])
-        split = half * (LENGTH - 1)
-        alike = bool((np.concatenate([tokens.own[split:], tokens.own[:split]]) == own).all())
-        share, error, _ = said.older[0]
-        rows.append({"model": subject.name, "ratio": said.ratio, "alarm": said.differs, "exact_alarm": not alike})
-        rows[-1] |= {"share": share, "error": error, "parts": len(parts)}
-        print(rows[-1], file=sys.stderr, flush=True)
+    for i in range(0, count, SHARED):
+        old, new = new, updated(subject.old, serving_dtype, CLEAN_UPDATE, i)
+        prompts = [ids for seed in range(i, i + SHARED) for ids in subject.prompts(seed)]
+        found = np.split(engine.logprobs(new, prompts), SHARED)
+        for number, one in enumerate(found):
+            own = prompts[number * PROMPTS : (number + 1) * PROMPTS]
+            rows.append(_clean_row(subject, new, old, own, one, with_parts=number == 0))
+            print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def _clean_row(
+    subject: Subject, new: Tensors, old: Tensors, prompts: list[list[int]], found: np.ndarray, with_parts: bool
+) -> dict[str, Any]:
+    tokens = subject.tokens(new, prompts)._replace(found=found)
+    parts = before(subject, new, old, prompts).parts if with_parts else {}
+    said = evidence(tokens, [subject.run(subject.exact, old, prompts)], parts)
+    half = len(prompts) // 2  # the same weights in batches of other prompts: to the bit
+    halves = [subject.run(subject.rounded, new, some) for some in (prompts[:half], prompts[half:])]
+    alike = bool((tokens.own == np.concatenate(halves)).all())
+    row = {"model": subject.name, "ratio": said.ratio, "alarm": said.differs, "exact_alarm": not alike}
+    return row | {"share": said.older[0].share, "error": said.older[0].error, "parts": len(parts)}
 
 
 PARTS: dict[str, Callable[[Subject, TorchEngine, int], list[dict[str, Any]]]] = {

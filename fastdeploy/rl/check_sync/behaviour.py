@@ -255,7 +255,8 @@ def _how(said: Evidence, smallest: float | None) -> str:
     elif said.older and said.older[0].lacks_a_part:
         sentences.append(f"The engine lacks {said.older[0].share:.0%} of the last update.")
     if said.lacking and said.stale_by is None:
-        sentences.append(f"Stale are: {', '.join(said.lacking)}.")
+        stale = (f"{kind} ({min(said.parts[kind].share, 1):.0%})" for kind in said.lacking)
+        sentences.append(f"Stale, all or in part: {', '.join(stale)}.")
     if not said.differs and smallest is not None:
         sentences.append(f"A relative error of {smallest:.1g} in all tensors would be found in 99 % of the checks.")
         if said.older and math.isfinite(said.older[0].smallest):

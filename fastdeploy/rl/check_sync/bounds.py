@@ -152,8 +152,8 @@ class Evidence(NamedTuple):
 
     @property
     def lacking(self) -> list[str]:
-        """The kinds of tensors that the engine has as they were before the last update."""
-        return [kind for kind, one in self.parts.items() if one.is_stale]
+        """The kinds of tensors of whose last update the engine lacks all or a part."""
+        return [kind for kind, one in self.parts.items() if one.lacks_a_part]
 
     @property
     def differs(self) -> bool:
