@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from fastdeploy.rl.check_sync import behaviour
+from fastdeploy.rl.check_sync.answers import Answer
 from fastdeploy.rl.check_sync.behaviour import Asked, Probes, check_behaviour, judge, probe
 from fastdeploy.rl.check_sync.bounds import NOISE
 from fastdeploy.rl.check_sync.kinds import with_error
-from fastdeploy.rl.check_sync.own_run import widened
+from fastdeploy.rl.check_sync.own_run import OwnRun, widened
 from fastdeploy.rl.check_sync.report import ServingState, Verdict
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 from fastdeploy.testing import serve
@@ -131,6 +132,27 @@ def test_log_probabilities_that_are_not_finite_differ(trainer):
     probes.plain[0].logprobs[0] = np.nan
     report = judge(probes, trainer)
     assert report.verdict is Verdict.DIFFERS and "not finite" in report.how
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8")])
+def test_float32_and_eight_bits_of_this_server_are_checked_to_the_bit_and_beyond(folder, dtype, quantization):
+    with TrainerWeights(folder, dtype=dtype) as trainer:
+        run = OwnRun(trainer, dtype, quantization)
+        right = answers(trainer, widened(trainer), 0.0)
+        right = Probes(*([_scored(run, answer) for answer in some] for some in right))
+        run.load(with_error(run.tensors, run.tensors, 0.1))
+        wrong = right._replace(plain=[_scored(run, answer) for answer in right.plain])
+        first, second = (judge(one, trainer, ours=True, quantization=quantization) for one in (right, wrong))
+    assert (first.verdict, first.statistic) == (Verdict.EQUAL, 0.0)
+    assert second.verdict is Verdict.DIFFERS
+
+
+def _scored(run: OwnRun, answer: Answer) -> Answer:
+    """Return an answer with the log probabilities of a run."""
+    ids, length = answer.prompt + answer.token_ids, len(answer.prompt)
+    values = run.logprobs([ids], [1])
+    of_prompt = None if answer.prompt_logprobs is None else values[: length - 1]
+    return answer._replace(prompt_logprobs=of_prompt, logprobs=values[length - 1 :])
 
 
 def test_an_engine_that_quantizes_is_not_judged(trainer):
