@@ -16,6 +16,8 @@ import pytest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.fingerprint import over_all
 from fastdeploy.core.serving_dtype import in_dtype, widen
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 from fastdeploy.testing.checkpoints import random_tensors
@@ -201,6 +203,28 @@ def test_a_server_that_cannot_be_asked_leaves_the_question_open(played, checkpoi
     assert set(played.keys) == {"Bearer secret"}
     report = check_sync("http://127.0.0.1:9", tensors, model=checkpoints["qwen3"])
     assert report.exit_status == 2 and "GET http://127.0.0.1:9/v1/weights: ConnectError" in report.how
+
+
+def test_a_model_and_a_dtype_that_are_not_known_leave_the_question_open(played, checkpoints, tmp_path):
+    as_sglang(played, {}, dtype="float16")
+    report = check(played, {}, checkpoints["qwen3"])
+    assert report.exit_status == 2 and "the engine serves float16" in report.how
+    as_sglang(played, {})
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    report = check(played, {}, tmp_path)
+    assert report.exit_status == 2 and "architectures: expected one of" in report.how
+
+
+def test_the_command_names_the_argument_that_is_wrong(played, tmp_path, capsys):
+    as_sglang(played, {})
+    (tmp_path / "history").write_text("{}")
+    for flags, told in (
+        (["--model", "/nowhere"], "argument --model: the folder '/nowhere' cannot be read"),
+        (["--model", str(MODEL_DIR), "--history", str(tmp_path / "history")], "argument --history: "),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["check-sync", "--url", played.url, "--no-answers", *flags])
+        assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
