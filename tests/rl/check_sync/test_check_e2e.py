@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.fleet_server import server_of
+from e2e.fleet_server import FleetServer, server_of
 from e2e.server import Server, in_background
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.main import main
@@ -58,7 +58,7 @@ def test_equal_weights_are_equal_and_move_no_tensor(server, client, monkeypatch)
     assert (report.verdict, report.ok, report.exit_status) == (Verdict.EQUAL, True, 0), report.how
     assert (report.tensors, report.state.version, report.state.dtype) == (len(state(1)), "step-1", "bfloat16")
     assert report.fingerprint == report.state.fingerprint == server.get("/v1/weights").result["fingerprint"]
-    assert len(report.state.replicas) == (2 if server.command == "fleet" else 0)
+    assert len(report.state.replicas) == (2 if isinstance(server, FleetServer) else 0)
 
 
 def test_tensors_that_differ_are_named_in_the_order_of_the_model(server, client):
