@@ -3,7 +3,6 @@ middle of the check. Requests go on meanwhile."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,8 @@ import pytest
 from e2e.fleet_server import FleetServer, server_of
 from e2e.server import Server, in_background
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
 from fastdeploy.rl.check_sync.own_engine import OwnEngine
-from fastdeploy.rl.state_encoding import host_tensors, write_folder
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
 
@@ -151,25 +148,3 @@ def test_weights_that_no_server_takes_and_weights_that_sleep_leave_the_question_
     report = check(server, state(1))
     client.wake()
     assert report.exit_status == 2 and "the weights sleep" in report.how
-
-
-def test_the_command_prints_the_report_and_its_status_is_the_verdict(server, client, tmp_path, capsys):
-    client.publish(state(1), version="step-1")
-    folders = []
-    for step in (1, 2):
-        folder = tmp_path / f"step-{step}"
-        folder.mkdir()
-        (folder / "config.json").write_text((MODEL_DIR / "config.json").read_text())
-        write_folder(host_tensors(state(step)), folder)
-        folders.append(str(folder))
-    flags = ["check-sync", "--url", f"{server.url}/v1", "--no-answers", "--model"]
-    assert main([*flags, folders[0]]) == 0
-    assert capsys.readouterr().out.startswith("EQUAL: All 46 tensors are equal.\n")
-    assert main([*flags, folders[1], "--previous", folders[0]]) == 1
-    text = capsys.readouterr().out
-    assert text.startswith("DIFFERS: 4") and "stale: the values are those of 1 update before." in text
-    assert "serves    version step-1" in text and "more differences: --json has all" in text
-    assert main([*flags, folders[1], "--previous", folders[0], "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert (report["verdict"], report["ok"], report["exit_status"]) == ("differs", False, 1)
-    assert {one["kind"] for one in report["differences"]} == {"stale"}
