@@ -251,7 +251,7 @@ def fault_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for way in dict.fromkeys(row["way"] for row in rows):
         some = [row for row in rows if row["way"] == way]
         smallest = min(row["ratio"] for row in some)
-        cells.append((way, len(some), *(_count(some, key) for key in ("exact", "named", "answers")), f"{smallest:.1f}"))
+        cells.append((way, len(some), *(_count(some, key) for key in ("exact", "named", "answers")), f"{smallest:.2g}"))
     total = [("all", len(rows), *(_count(rows, key) for key in ("exact", "named", "answers")), "")]
     return markdown(("fault", "planted", "tensors: found", "named", "answers: found", "least ratio"), [*cells, *total])
 

@@ -258,13 +258,18 @@ def _how(said: Evidence, smallest: float | None) -> str:
     if said.stale_by is not None:
         updates = "1 update" if said.stale_by == 1 else f"{said.stale_by} updates"
         sentences.append(f"They fit the weights of {updates} before.")
-    elif said.older and said.older[0].lacks_a_part:
+    elif said.older and said.older[0].is_off and said.older[0].share > 0:
         sentences.append(f"The engine lacks {said.older[0].share:.0%} of the last update.")
     if said.lacking and said.stale_by is None:
-        stale = (f"{kind} ({min(said.parts[kind].share, 1):.0%})" for kind in said.lacking)
-        sentences.append(f"Stale, all or in part: {', '.join(stale)}.")
+        sentences.append(f"Stale, all or in part: {_shares(said, said.lacking)}.")
+    if said.doubled:
+        sentences.append(f"Moved too far by the last update: {_shares(said, said.doubled)}.")
     if not said.differs and smallest is not None:
         sentences.append(f"A relative error of {smallest:.1g} in all tensors would be found in 99 % of the checks.")
         if said.older and math.isfinite(said.older[0].smallest):
             sentences.append(f"So would be {said.older[0].smallest:.0%} of the last update missing.")
     return " ".join(sentences)
+
+
+def _shares(said: Evidence, kinds: Sequence[str]) -> str:
+    return ", ".join(f"{kind} ({min(abs(said.parts[kind].share), 1):.0%})" for kind in kinds)

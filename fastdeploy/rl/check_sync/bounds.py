@@ -69,9 +69,9 @@ def noise_ratio(tokens: Tokens) -> float:
 
 
 class Fit(NamedTuple):
-    """How much of a change of the weights the engine lacks: ``share`` 0 = nothing, 1 = all of it. error: standard
-    error of the share. explains: what remains of the differences can be rounding. Other faults can look a little like
-    an older value, but do not leave so little."""
+    """How much of a change of the weights the engine lacks: ``share`` 0 = nothing, 1 = all of it, -1 = the engine has
+    the change twice. error: standard error of the share. explains: what remains of the differences can be rounding.
+    Other faults can look a little like an older value, but do not leave so little."""
 
     share: float
     error: float
@@ -83,9 +83,9 @@ class Fit(NamedTuple):
         return self.explains and self.share > STALE and self.share > SURE * self.error
 
     @property
-    def lacks_a_part(self) -> bool:
-        """Whether the engine lacks a part of the change, or all of it."""
-        return self.explains and self.share - SURE * self.error > PART
+    def is_off(self) -> bool:
+        """Whether the engine lacks the change or a part of it, or has more of it than the trainer."""
+        return self.explains and abs(self.share) - SURE * self.error > PART
 
     @property
     def smallest(self) -> float:
@@ -153,12 +153,17 @@ class Evidence(NamedTuple):
     @property
     def lacking(self) -> list[str]:
         """The kinds of tensors of whose last update the engine lacks all or a part."""
-        return [kind for kind, one in self.parts.items() if one.lacks_a_part]
+        return [kind for kind, one in self.parts.items() if one.is_off and one.share > 0]
+
+    @property
+    def doubled(self) -> list[str]:
+        """The kinds of tensors that the last update has moved further than those of the trainer."""
+        return [kind for kind, one in self.parts.items() if one.is_off and one.share < 0]
 
     @property
     def differs(self) -> bool:
         """Whether the weights that serve are others than the trainer's."""
-        return self.ratio > NOISE or any(one.lacks_a_part for one in self.older) or bool(self.lacking)
+        return self.ratio > NOISE or any(one.is_off for one in (*self.older, *self.parts.values()))
 
 
 def evidence(tokens: Tokens, older: Sequence[np.ndarray] = (), parts: Mapping[str, np.ndarray] = {}) -> Evidence:

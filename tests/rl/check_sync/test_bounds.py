@@ -67,6 +67,13 @@ def test_a_stale_change_below_rounding_is_found_and_its_error_is_honest():
     assert np.std(shares) == pytest.approx(np.mean(errors), rel=0.5)
 
 
+def test_an_update_that_was_applied_twice_is_found():
+    one = tokens()
+    change = 0.01 * np.random.default_rng(7).standard_normal(len(one.exact))
+    said = evidence(one._replace(found=one.found - change), parts={"MLP": one.exact + change})
+    assert said.differs and said.doubled == ["MLP"] and not said.lacking
+
+
 def test_wrong_weights_of_another_kind_are_not_called_stale():
     one, rng = tokens(), np.random.default_rng(1)
     wrong = one._replace(found=one.found + 2 * rng.standard_normal(len(one.exact)))
