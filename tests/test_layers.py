@@ -67,12 +67,15 @@ SHARED_EXAMPLES = ("examples.embedded_model.", "examples.async_grpo.")
 PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothing in it imports them
 # Of the programs that measure and check, the files that look inside the product. All others use what users import.
 INSIDE = (
+    "benchmarks.check_sync",  # the statistics, with another engine
     "benchmarks.fleet",  # policies of routing
     "benchmarks.fleet_pauses",
     "benchmarks.host_time",
     "benchmarks.lib.checkpoint",  # deltas, as bytes
     "benchmarks.lib.fleet",  # a fleet of engines without a model
     "benchmarks.lib.gateways",
+    "benchmarks.lib.sync_faults",  # rounding, as a server rounds
+    "benchmarks.lib.torch_engine",
     "benchmarks.lib.ways.engine_main",  # the engine with a fault
     "benchmarks.layouts",
     "benchmarks.lib.roofline",  # the formula that the server uses, too

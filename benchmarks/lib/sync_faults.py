@@ -1,7 +1,7 @@
-"""Faults of a sync: what a trainer's tensors become at an engine. A table of ways, and the tensors that each is made in.
+"""Faults of a sync: what a trainer's tensors become at an engine. A table of ways, each with classes of tensors.
 
-A fault is made of the trainer's new tensors and those of one update before, both float32 by name, with the values of the
-serving dtype. Its kind is a way in one class of tensors, such as "transposed: q_proj".
+A fault is made of the trainer's new tensors and those of one update before, both float32 by name, with the values of
+the serving dtype. Its kind is a way in one class of tensors, such as "transposed: q_proj".
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _scaled(factor: float) -> Change:
 
 
 def _flip(bit: int) -> Change:
-    """Flip one bit of the bfloat16 in the middle of the tensor: 15 = the sign, 14 to 7 the exponent, 6 to 0 the rest."""
+    """Flip one bit of the bfloat16 in the middle of the tensor: 15 = the sign, 14 to 7 = the exponent."""
 
     def change(p: Place) -> np.ndarray:
         bits = in_dtype(p.value, "bfloat16").reshape(-1).copy()

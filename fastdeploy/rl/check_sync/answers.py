@@ -68,6 +68,9 @@ class Engine:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._http.close()
 
     def ask(self, prompts: Sequence[Sequence[int]], question: Question, batch: int = BATCH) -> list[Answer]:

@@ -104,24 +104,30 @@ def judge(
     if missing := [name for name in trainer.shapes if name not in trainer.present]:
         how = f"A run of our own needs all tensors, and {trainer.label} lack {missing[0]}."
         return BehaviourReport(Verdict.UNKNOWN, how)
-    in_float32 = trainer.dtype == "float32"
-    scale = FLOAT32 if in_float32 else 1.0
-    run = OwnRun(trainer, "bfloat16", quantization)
-    rounded = [_own_logprobs(run, answers) for answers in probes]
-    if not in_float32:
-        served, greedy = rounded, _best(run, probes.plain)
+    run = OwnRun(trainer, trainer.dtype, quantization)
+    served, greedy = [_own_logprobs(run, answers) for answers in probes], _best(run, probes.plain)
     del run  # frees its memory before the next one
-    run = OwnRun(trainer, "float32", quantization)
+    rounded = served
+    if quantization is not None or trainer.dtype == "float32":
+        run = OwnRun(trainer, "bfloat16")
+        rounded = [_own_logprobs(run, answers) for answers in probes]
+        del run
+    run = OwnRun(trainer, "float32")
     exact = [_own_logprobs(run, answers) for answers in probes]
-    if in_float32:
-        served, greedy = exact, _best(run, probes.plain)
     plain, cached, fresh = (
-        Tokens(_found(answers), own, reference, _numbers(answers), not run.has_experts, scale)
-        for answers, own, reference in zip(probes, rounded, exact, strict=True)
+        Tokens(
+            _found(answers) - (of_served - own if quantization is not None else 0),  # as if without quantization
+            own,
+            reference,
+            _numbers(answers),
+            not run.has_experts,
+            FLOAT32 if trainer.dtype == "float32" else 1.0,
+        )
+        for answers, of_served, own, reference in zip(probes, served, rounded, exact, strict=True)
     )
-    to_the_bit = _same_bits(plain.found, served[0])
+    to_the_bit = _same_bits(_found(probes.plain), served[0])
     said = Evidence(0.0) if to_the_bit else _evidence(run, plain, probes.plain, previous)
-    kv, kv_how = _kv(probes, cached, fresh, served[1], ours)
+    kv, kv_how = _kv(probes, cached, fresh, ours)
     smallest = None if said.differs or to_the_bit else _smallest(run, plain, probes.plain)
     return BehaviourReport(
         verdict=Verdict.DIFFERS if said.differs else Verdict.EQUAL,
@@ -222,7 +228,7 @@ def _first_divergence(
     return min(found, key=lambda one: one[:2])[2] if found else None
 
 
-def _kv(probes: Probes, cached: Tokens, fresh: Tokens, own: np.ndarray, ours: bool) -> tuple[Verdict, str]:
+def _kv(probes: Probes, cached: Tokens, fresh: Tokens, ours: bool) -> tuple[Verdict, str]:
     """Say whether KV from the prefix cache is of the weights that serve."""
     hits = [one.cached for one in probes.cached]
     reused = sum(hit or 0 for hit in hits)
@@ -252,12 +258,18 @@ def _how(said: Evidence, smallest: float | None) -> str:
     if said.stale_by is not None:
         updates = "1 update" if said.stale_by == 1 else f"{said.stale_by} updates"
         sentences.append(f"They fit the weights of {updates} before.")
-    elif said.older and said.older[0].lacks_a_part:
+    elif said.older and said.older[0].is_off and said.older[0].share > 0:
         sentences.append(f"The engine lacks {said.older[0].share:.0%} of the last update.")
     if said.lacking and said.stale_by is None:
-        sentences.append(f"Stale are: {', '.join(said.lacking)}.")
+        sentences.append(f"Stale, all or in part: {_shares(said, said.lacking)}.")
+    if said.doubled:
+        sentences.append(f"Moved too far by the last update: {_shares(said, said.doubled)}.")
     if not said.differs and smallest is not None:
         sentences.append(f"A relative error of {smallest:.1g} in all tensors would be found in 99 % of the checks.")
         if said.older and math.isfinite(said.older[0].smallest):
             sentences.append(f"So would be {said.older[0].smallest:.0%} of the last update missing.")
     return " ".join(sentences)
+
+
+def _shares(said: Evidence, kinds: Sequence[str]) -> str:
+    return ", ".join(f"{kind} ({min(abs(said.parts[kind].share), 1):.0%})" for kind in kinds)

@@ -24,6 +24,11 @@ def not_finite(case: Case) -> str | None:
     return f"{bad.size} values are NaN or infinite, the first at {place_of(int(bad[0]), case)}"
 
 
+def zero(case: Case) -> str | None:
+    """Find a tensor of zeros, also of negative ones."""
+    return None if (case.served != 0).any() else "all values are 0"
+
+
 def constant(case: Case) -> str | None:
     """Find a tensor of ones, or of any other single value."""
     first = case.served.reshape(-1)[0]
@@ -61,23 +66,41 @@ def wrong_dtype(case: Case) -> str | None:
 
 
 def scaled(case: Case) -> str | None:
-    """Find values that were multiplied by a number, and those that were negated. With quantized weights, a scale that
-    got lost or that was applied twice."""
+    """Find values that were multiplied by a number, and those that were negated."""
+    found = _ratio(case)
+    if found is None or found[1].max() > 8 * case.step:
+        return None
+    return _multiplied(found[0], case)
+
+
+def scaled_and_rounded(case: Case) -> str | None:
+    """Find values that were multiplied by a number and rounded coarsely: a scale of quantized weights that got lost or
+    that was applied twice."""
+    found = _ratio(case)
+    if found is None or abs(found[0] - 1) <= QUANTIZED or np.quantile(found[1], 0.9) > QUANTIZED:
+        return None
+    how = "as with a scale of quantized weights that is missing or applied twice"
+    return f"{_multiplied(found[0], case)} and rounded, {how}"
+
+
+def _multiplied(ratio: float, case: Case) -> str:
+    return "the values are negated" if abs(ratio + 1) < 8 * case.step else f"the values are multiplied by {ratio:.6g}"
+
+
+def _ratio(case: Case) -> tuple[float, np.ndarray] | None:
+    """Return the median of the ratios of the values, and the relative distance of each ratio from it; None if the
+    median is no such ratio, or is 1."""
     expected, served = seen(case.expected), seen(case.served)
     there = (expected != 0) & np.isfinite(served)
     if there.sum() < 2 or (served[expected == 0] != 0).any():
         return None
-    ratios = served[there] / expected[there]
-    ratio = float(np.median(ratios))
+    with np.errstate(all="ignore"):
+        ratios = served[there] / expected[there]
+        ratio = float(np.median(ratios))
+        error = np.abs(ratios / ratio - 1)
     if not np.isfinite(ratio) or abs(ratio - 1) < 8 * case.step or abs(ratio) < 1e-30:
         return None
-    error = np.abs(ratios / ratio - 1)
-    what = "the values are negated" if abs(ratio + 1) < 8 * case.step else f"the values are multiplied by {ratio:.6g}"
-    if float(error.max()) <= 8 * case.step:
-        return what
-    if float(np.quantile(error, 0.9)) <= QUANTIZED and abs(ratio - 1) > QUANTIZED:
-        return f"{what} and rounded, as with a scale of quantized weights that is missing or applied twice"
-    return None
+    return ratio, error
 
 
 def scaled_rows(case: Case) -> str | None:
@@ -149,20 +172,6 @@ def low_rank(case: Case) -> str | None:
     return f"the difference has the rank {rank}: an adapter (LoRA) is merged on one side only"
 
 
-def unrelated(case: Case) -> str | None:
-    """Find values that have nothing to do with those of the trainer."""
-    expected, served = (seen(one).astype(np.float64) for one in (case.expected, case.served))
-    if expected.size < 64 or not np.isfinite(served).all() or not expected.std() or not served.std():
-        return None
-    correlation = float(np.corrcoef(expected, served)[0, 1])
-    # The correlation of values that have nothing in common has a deviation of size ** -0.5.
-    if abs(correlation) > 0.05 + 5 / np.sqrt(expected.size):
-        return None
-    spread = float(served.std() / expected.std())
-    like = "random values of the same size" if 0.5 < spread < 2 else f"values {spread:.3g} times as large"
-    return f"the values have nothing in common with the trainer's (correlation {correlation:.3f}): {like}"
-
-
 def near(case: Case) -> str | None:
     """Find values close to those of the trainer: of another step, or with noise."""
     if not np.isfinite(case.served).all():
@@ -175,6 +184,21 @@ def near(case: Case) -> str | None:
     if relative > 0.5:
         return None
     return f"the values are near the trainer's, {relative:.3g} of their size away: another step, or noise"
+
+
+def unrelated(case: Case) -> str | None:
+    """Find all other values, which have little to do with those of the trainer."""
+    expected, served = (seen(one).astype(np.float64) for one in (case.expected, case.served))
+    if not np.isfinite(served).all():
+        return None
+    spread = float(served.std() / (expected.std() or 1.0))
+    like = "of the same size" if 0.5 < spread < 2 else f"{spread:.3g} times as large"
+    if not expected.std() or not served.std():
+        return f"the values have nothing in common with the trainer's; they are {like}"
+    correlation = float(np.corrcoef(expected, served)[0, 1])
+    # The correlation of values that have nothing in common has a deviation of size ** -0.5.
+    common = "nothing" if abs(correlation) <= 0.05 + 5 / np.sqrt(expected.size) else "little"
+    return f"the values have {common} in common with the trainer's (correlation {correlation:.3f}); they are {like}"
 
 
 def seen(values: np.ndarray) -> np.ndarray:

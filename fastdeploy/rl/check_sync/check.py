@@ -26,6 +26,7 @@ from fastdeploy.rl.connection import Connection
 
 ATTEMPTS = 3  # of a check during which other weights are committed
 DTYPES = ("float32", "bfloat16")
+ARGUMENTS = ("model", "history")  # whose content is looked at during the check
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -52,7 +53,8 @@ def check_sync(
     ``previous``. layout: as in /v1/update_weights. answers: also ask the engine some prompts. api_key, control_key,
     control_url: as for RolloutClient.
 
-    An engine that cannot be asked, and weights that no engine would take, give a report with the verdict UNKNOWN.
+    An engine that cannot be asked, and a model or weights that no engine of ours would take, give a report with the
+    verdict UNKNOWN.
     Raises InvalidField for a wrong argument."""
     if layout not in LAYOUTS:
         raise InvalidField("layout", f"expected one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -64,11 +66,9 @@ def check_sync(
     calls = Calls(connection)
     try:
         return _check(calls, asked)
-    except InvalidField as error:
-        if error.detail.get("status"):  # of a server, about a call of ours
-            return _unknown(connection.url, error.message)
-        raise
     except (FastDeployError, OSError) as error:
+        if isinstance(error, InvalidField) and error.field in ARGUMENTS and not error.detail.get("status"):
+            raise
         return _unknown(connection.url, getattr(error, "message", str(error)))
     finally:
         calls.close()

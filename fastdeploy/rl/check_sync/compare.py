@@ -21,8 +21,7 @@ Values = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]
 
 
 class Classifier(NamedTuple):
-    """One way in which a tensor differs. kind: its name. find: returns one sentence, or None if the tensor differs in
-    another way. A classifier of digests needs no values."""
+    """One way in which a tensor differs. kind: its name. by_digest needs no values, so it is asked first."""
 
     kind: str
     by_digest: Callable[[str, Sides], str | None] | None = None
@@ -30,10 +29,10 @@ class Classifier(NamedTuple):
 
     def find(self, name: str, sides: Sides, case: Case | None) -> str | None:
         """Return one sentence about a tensor that differs in this way. case: None if its values are not known."""
-        if self.by_digest is not None:
-            return self.by_digest(name, sides)
-        assert self.by_values is not None
-        return None if case is None else self.by_values(case)
+        found = None if self.by_digest is None else self.by_digest(name, sides)
+        if found is None and self.by_values is not None and case is not None:
+            return self.by_values(case)
+        return found
 
 
 # The first that finds something names the difference. So those that are sure come first, and guesses last.
@@ -41,7 +40,7 @@ CLASSIFIERS = (
     Classifier("tied head", by_digest=origins.tied_head),
     Classifier("stale", by_digest=origins.stale),
     Classifier("never updated", by_digest=origins.never_updated),
-    Classifier("zero", by_digest=origins.zero),
+    Classifier("zero", origins.zero, changes.zero),
     Classifier("another expert", by_digest=origins.exchanged_experts),
     Classifier("gate and up", by_digest=origins.exchanged_gate_and_up),
     Classifier("q, k, v", by_digest=origins.exchanged_qkv),
@@ -57,6 +56,7 @@ CLASSIFIERS = (
     Classifier("wrong dtype", by_values=changes.wrong_dtype),
     Classifier("scaled", by_values=changes.scaled),
     Classifier("shifted", by_values=changes.shifted),
+    Classifier("scaled", by_values=changes.scaled_and_rounded),
     Classifier("rows", by_values=places.rows),
     Classifier("columns", by_values=places.columns),
     Classifier("fused", by_values=places.mixed_parts),

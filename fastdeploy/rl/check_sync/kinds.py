@@ -7,23 +7,14 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-KINDS = (
-    ("embedding", r"embed_tokens"),
-    ("head", r"lm_head"),
-    ("experts", r"\.experts\."),
-    ("router", r"\.gate\.|\.router\.|e_score_correction_bias"),
-    ("norms", r"norm"),
-    ("attention", r"self_attn"),
-    ("MLP", r"mlp"),
-)
-
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of each kind, in the order of KINDS; of other tensors under "others"."""
-    found: dict[str, list[str]] = {kind: [] for kind in (*(kind for kind, _ in KINDS), "others")}
+    """Return the names of the tensors that play the same part in each layer, and for each expert. A kind is such a name
+    with * in place of the numbers."""
+    found: dict[str, list[str]] = {}
     for name in names:
-        found[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "others")].append(name)
-    return {kind: some for kind, some in found.items() if some}
+        found.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return found
 
 
 def with_error(

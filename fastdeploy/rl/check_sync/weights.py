@@ -6,8 +6,9 @@ server reads an upload. So the rules for names, layouts and rounding are those o
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fastdeploy.model_executor.models import CONFIG, build_model, load_config, r
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source, refuse_tensor
+from fastdeploy.rl.deltas import in_threads
 from fastdeploy.rl.state_encoding import HostTensor, host_tensors, pieces, split
 
 ANY_LENGTH = 2  # max_model_len: no tensor depends on it
@@ -88,17 +90,23 @@ class TrainerWeights:
 
     def arrays(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and values, as ``read`` returns them, in the order in which they are read fastest."""
-        for name in self._source.in_order(names):
-            yield name, self.read(name)
+        for part in self._source.parts(tuple(names)):
+            yield from ((name, self.read(name)) for name in part)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of every tensor that is there, as a server of this dtype has it. Raises
         WeightUpdateRefused for an alias that differs from its tensor."""
         if self._fingerprints is not None:
             return self._fingerprints
-        found = {name: fingerprint(np.ascontiguousarray(values)) for name, values in self.arrays(self.present)}
+
+        def of(name: str) -> Fingerprint:
+            return fingerprint(np.ascontiguousarray(self.read(name)))
+
+        found: dict[str, Fingerprint] = {}
+        for names in self._source.parts(self.present):
+            found |= zip(names, in_threads(of, names, lambda name: math.prod(self.shapes[name])), strict=True)
         for alias, name in self.model.aliases.items():
-            if alias in self._source.names and name in found and fingerprint(self.read(alias)) != found[name]:
+            if alias in self._source.names and name in found and of(alias) != found[name]:
                 raise refuse_tensor(alias, f"differs from {name}, but tie_word_embeddings is true")
         self._fingerprints = {name: found[name] for name in self.present}
         return self._fingerprints
@@ -135,8 +143,9 @@ class _Folder:
     def read(self, name: str) -> np.ndarray:
         return self._reader.read(name)
 
-    def in_order(self, names: Iterable[str]) -> Iterable[str]:
-        return names
+    def parts(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Yield the names in groups of which all can be read at the same time, by several threads."""
+        yield names
 
     def close(self) -> None:
         self._reader.close()
@@ -160,8 +169,11 @@ class _State:
     def read(self, name: str) -> np.ndarray:
         return self._reader_of(self._part_of[name]).read(name)
 
-    def in_order(self, names: Iterable[str]) -> Iterable[str]:
-        return sorted(names, key=self._part_of.__getitem__)
+    def parts(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """See ``_Folder.parts``."""
+        for index in range(len(self._parts)):
+            self._reader_of(index)
+            yield [name for name in names if self._part_of[name] == index]
 
     def close(self) -> None:
         if self._open is not None:

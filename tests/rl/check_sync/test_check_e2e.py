@@ -3,7 +3,6 @@ middle of the check. Requests go on meanwhile."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.fleet_server import server_of
+from e2e.fleet_server import FleetServer, server_of
 from e2e.server import Server, in_background
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
 from fastdeploy.rl.check_sync.own_engine import OwnEngine
-from fastdeploy.rl.state_encoding import host_tensors, write_folder
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
 
@@ -58,7 +55,7 @@ def test_equal_weights_are_equal_and_move_no_tensor(server, client, monkeypatch)
     assert (report.verdict, report.ok, report.exit_status) == (Verdict.EQUAL, True, 0), report.how
     assert (report.tensors, report.state.version, report.state.dtype) == (len(state(1)), "step-1", "bfloat16")
     assert report.fingerprint == report.state.fingerprint == server.get("/v1/weights").result["fingerprint"]
-    assert len(report.state.replicas) == (2 if server.command == "fleet" else 0)
+    assert len(report.state.replicas) == (2 if isinstance(server, FleetServer) else 0)
 
 
 def test_tensors_that_differ_are_named_in_the_order_of_the_model(server, client):
@@ -151,25 +148,3 @@ def test_weights_that_no_server_takes_and_weights_that_sleep_leave_the_question_
     report = check(server, state(1))
     client.wake()
     assert report.exit_status == 2 and "the weights sleep" in report.how
-
-
-def test_the_command_prints_the_report_and_its_status_is_the_verdict(server, client, tmp_path, capsys):
-    client.publish(state(1), version="step-1")
-    folders = []
-    for step in (1, 2):
-        folder = tmp_path / f"step-{step}"
-        folder.mkdir()
-        (folder / "config.json").write_text((MODEL_DIR / "config.json").read_text())
-        write_folder(host_tensors(state(step)), folder)
-        folders.append(str(folder))
-    flags = ["check-sync", "--url", f"{server.url}/v1", "--no-answers", "--model"]
-    assert main([*flags, folders[0]]) == 0
-    assert capsys.readouterr().out.startswith("EQUAL: All 46 tensors are equal.\n")
-    assert main([*flags, folders[1], "--previous", folders[0]]) == 1
-    text = capsys.readouterr().out
-    assert text.startswith("DIFFERS: 4") and "stale: the values are those of 1 update before." in text
-    assert "serves    version step-1" in text and "more differences: --json has all" in text
-    assert main([*flags, folders[1], "--previous", folders[0], "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert (report["verdict"], report["ok"], report["exit_status"]) == ("differs", False, 1)
-    assert {one["kind"] for one in report["differences"]} == {"stale"}

@@ -16,7 +16,9 @@ from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import CLASSIFIERS, differences
 from fastdeploy.rl.check_sync.report import Difference
 from fastdeploy.rl.check_sync.weights import TrainerWeights
-from support.checkpoints import QWEN_MOE, Spec, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import Spec, random_tensors, write_checkpoint
+from support.markdown import ROOT, names, tables
+from support.specs import QWEN_MOE
 
 DENSE = Spec("dense", dtype="bfloat16", head_dim=16, seed=3)  # q_proj is square
 MOE = Spec("moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, extra=QWEN_MOE, seed=15)
@@ -194,6 +196,11 @@ def test_one_tensor_in_the_place_of_two_is_named(trained):
 
 def test_every_kind_of_the_table_has_a_planted_fault():
     assert {one.kind for one in CLASSIFIERS} - {"repeated"} == {fault[0] for fault in FAULTS}
+
+
+def test_the_page_has_the_kinds_of_the_table_in_their_order():
+    rows = tables(ROOT / "docs" / "check-sync.md")["kinds of differences"]
+    assert [name for row in rows for name in names(row[0])] == list(dict.fromkeys(one.kind for one in CLASSIFIERS))
 
 
 def test_a_difference_says_where_it_begins_and_how_large_it_is(trained):

@@ -4,10 +4,7 @@ played by a server that answers as SGLang and vLLM do."""
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -18,64 +15,18 @@ from fastdeploy.core.fingerprint import over_all
 from fastdeploy.core.serving_dtype import in_dtype, widen
 from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
 from fastdeploy.rl.check_sync.weights import TrainerWeights
-from support.checkpoints import SPECS, random_tensors
+from fastdeploy.testing.checkpoints import random_tensors
+from rl.check_sync.played import Played, Tensors, as_sglang
+from support.specs import SPECS
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")
-Tensors = dict[str, np.ndarray]
-
-
-class Played:
-    """The routes of an engine: for each (method, path) a function of the JSON body that returns a status and JSON."""
-
-    def __init__(self) -> None:
-        self.routes: dict[tuple[str, str], Any] = {}
-        self.keys: list[str | None] = []
-        played = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                played.keys.append(self.headers.get("Authorization"))
-                route = played.routes.get((self.command, self.path.partition("?")[0]))
-                status, reply = (404, {"detail": "Not Found"}) if route is None else route(json.loads(body or b"{}"))
-                data = json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = answer
-
-            def log_message(self, *args: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 @pytest.fixture
 def played() -> Iterator[Played]:
-    one = Played()
-    yield one
-    one.server.shutdown()
-    one.server.server_close()
-
-
-def as_sglang(played: Played, tensors: Tensors, hidden: str = "none", **settings: Any) -> None:
-    """Serve tensors as SGLang does: by name, the first rows, as numbers."""
-
-    def weights(body: dict[str, Any]) -> tuple[int, Any]:
-        if body["name"] not in tensors or hidden in body["name"]:
-            return 400, {"error": {"message": "Get parameter by name failed"}}
-        return 200, tensors[body["name"]][: body["truncate_size"]].tolist()
-
-    info = {"model_path": "m", "is_generation": True, "weight_version": "step-7"}
-    played.routes = {
-        ("GET", "/get_model_info"): lambda body: (200, info),
-        ("GET", "/get_server_info"): lambda body: (200, {"dtype": "auto", "quantization": None} | settings),
-        ("POST", "/get_weights_by_name"): weights,
-    }
+    with Played() as one:
+        yield one
 
 
 def bfloat16(tensors: Tensors) -> Tensors:
@@ -200,6 +151,16 @@ def test_a_server_that_cannot_be_asked_leaves_the_question_open(played, checkpoi
     assert set(played.keys) == {"Bearer secret"}
     report = check_sync("http://127.0.0.1:9", tensors, model=checkpoints["qwen3"])
     assert report.exit_status == 2 and "GET http://127.0.0.1:9/v1/weights: ConnectError" in report.how
+
+
+def test_a_model_and_a_dtype_that_are_not_known_leave_the_question_open(played, checkpoints, tmp_path):
+    as_sglang(played, {}, dtype="float16")
+    report = check(played, {}, checkpoints["qwen3"])
+    assert report.exit_status == 2 and "the engine serves float16" in report.how
+    as_sglang(played, {})
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    report = check(played, {}, tmp_path)
+    assert report.exit_status == 2 and "architectures: expected one of" in report.how
 
 
 @pytest.mark.parametrize(
