@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from fastdeploy.bench.client import ServerError
 from fastdeploy.testing import guard
@@ -32,9 +33,9 @@ class ServerFailed(ServerError):
 class ServerProcess:
     """A running ``command --port PORT``, with a log and a private folder.
 
-    All its processes end at :meth:`close`, and also when this process ends in any way, kill -9 included: a guard is the
-    parent of the server (see guard.py). The port is free: this process keeps it bound, without listening, so the system
-    gives it to nobody else, and a server that sets SO_REUSEADDR, as servers do, may listen on it.
+    All its processes end with the ``with`` block, at :meth:`close`, and when this process ends in any way, kill -9
+    included: a guard is the parent of the server (see guard.py). The port is free: this process keeps it bound, without
+    listening, so the system gives it to nobody else. A server that sets SO_REUSEADDR, as servers do, may listen on it.
 
     url: without a path. log_path: of stdout and stderr. ipc: folder for sockets, of this server alone. pid: of the
     process of ``command``, the leader of a session of its own.
@@ -82,12 +83,22 @@ class ServerProcess:
 
     # ------------------------------------------------------------------ life
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self.close()
+
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the server when it ends (negative: a signal); None after ``timeout_s``."""
-        with self._lock:
-            if self._code is None and select.select([self._status], [], [], timeout_s)[0]:
-                self._code = self._read_status()
-            return self._code
+        if self._code is None and select.select([self._status], [], [], timeout_s)[0]:
+            with self._lock:
+                if self._code is None:
+                    self._code = self._read_status()
+        return self._code
 
     def poll(self) -> int | None:
         """Return the exit status of the server; None = it runs."""
@@ -152,9 +163,15 @@ class ServerProcess:
         """Return the processes of the server whose command line, joined by spaces, contains ``of``."""
         return [pid for pid in self.processes() if of in " ".join(command_words(pid))]
 
-    def log(self) -> str:
-        """Return the log so far."""
-        return self.log_path.read_text(errors="replace")
+    def log(self, begin: int = 0) -> str:
+        """Return the log from byte ``begin`` on; empty if the log was removed."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.log_path.read_bytes()[begin:].decode(errors="replace")
+        return ""
+
+    def log_size(self) -> int:
+        """Return the bytes of the log so far."""
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def log_end(self) -> str:
         """Return the last lines of the log, with a heading."""
@@ -169,6 +186,13 @@ def reserved_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((HOST, 0))
     return reserved
+
+
+def free_port() -> int:
+    """Return a port that is free: for a server that cannot be a ServerProcess, since another may take the port."""
+    with reserved_port() as reserved:
+        port: int = reserved.getsockname()[1]
+    return port
 
 
 def is_alive(pid: int) -> bool:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.testing.process import HOST, POLL_S, ServerFailed, ServerProcess
 
-PROGRAM = (sys.executable, "-m", "fastdeploy.entrypoints.cli")
+FASTDEPLOY = (sys.executable, "-m", "fastdeploy.entrypoints.cli")
 READY_S = 60.0
 CALL_S = 60.0  # limit of a call of a reset
+OF_ADAPTER = "adapter:"  # in the scope of a hold, before the name
 
 
 class BaseWeights(NamedTuple):
@@ -33,35 +33,50 @@ class BaseWeights(NamedTuple):
 
 
 class Server(ServerProcess):
-    """``fastdeploy serve``, or ``fastdeploy fleet`` with ``replicas``. model: a folder, or None for the embedded model.
-    environment, log, and the attributes: see ServerProcess."""
+    """FastDeploy as a process. A ``with`` block begins when the server is ready, and ends with an orderly stop.
+
+    model: folder of the weights that ``command`` loads, for :meth:`reset`. members: number of replicas of a fleet,
+    which is ready when all of them are members. key: that the calls of this class show, for a server with keys.
+    ready_s: limit of the start. Other arguments, and the attributes: see ServerProcess."""
 
     def __init__(
         self,
-        model: str | Path | None = None,
-        *flags: str,
-        replicas: int | None = None,
+        command: Sequence[str],
+        model: Path = MODEL_DIR,
+        *,
+        members: int = 0,
+        key: str | None = None,
+        ready_s: float = READY_S,
         environment: Mapping[str, str] | None = None,
         log: str | Path | None = None,
     ):
-        if "--port" in flags or str(model).startswith("-"):
-            raise ValueError(f"expected a model or None, and then flags other than --port, got {(model, *flags)}")
-        self._model = Path(MODEL_DIR if model is None else model).resolve()
-        self._num_members = replicas
+        self._model = model.resolve()
+        self._num_members = members
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._ready_s = ready_s
         self._base: BaseWeights | None = None
         self._connection: http.client.HTTPConnection | None = None
-        command = ["serve"] if replicas is None else ["fleet", "--replicas", str(replicas)]
-        command += [] if model is None else ["--model", str(self._model)]
-        super().__init__([*PROGRAM, *command, *flags], environment, log)
+        super().__init__(command, environment, log)
 
-    def wait_ready(self, timeout_s: float = READY_S, path: str = "/ready") -> float:
-        """See ServerProcess.wait_ready. A fleet is ready when all of its replicas are members."""
-        start = time.perf_counter()
+    def __enter__(self) -> Self:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def wait_ready(self, timeout_s: float | None = None, path: str = "/ready") -> float:
+        """See ServerProcess.wait_ready. timeout_s: None = ready_s."""
+        start, timeout_s = time.perf_counter(), self._ready_s if timeout_s is None else timeout_s
         super().wait_ready(timeout_s, path)
-        while self._num_members is not None and self._members() < self._num_members:
+        while self._num_members and self._members() < self._num_members:
             if time.perf_counter() - start > timeout_s:
                 raise ServerFailed(f"after {timeout_s:g} s not all replicas are members; {self.log_end()}")
             time.sleep(POLL_S)
+        if self._base is None:
+            status, body = self.call("GET", "/v1/weights")
+            self._base = BaseWeights.of(body["result"]) if status == 200 else None
         return time.perf_counter() - start
 
     def _members(self) -> int:
@@ -69,10 +84,6 @@ class Server(ServerProcess):
         return sum(entry["state"] == "member" for entry in body["replicas"]) if status == 200 else 0
 
     # ------------------------------------------------------------------ reset
-
-    def remember_base(self) -> None:
-        """Note which weights serve, for :meth:`reset`."""
-        self._base = BaseWeights.of(self._control("GET", "/v1/weights"))
 
     def reset(self) -> None:
         """Bring the server into the state of its start: no requests, no holds, no adapters, no cached prefixes, awake,
@@ -91,7 +102,8 @@ class Server(ServerProcess):
 
     def _reset(self) -> None:
         base = self._base
-        assert base is not None, "remember_base was called when the server was ready"
+        if base is None:
+            raise ServerFailed("reset: /v1/weights could not be read when the server became ready: does it need a key?")
         if "--faults" in self.command:
             self._control("DELETE", "/v1/faults")
         serves = self._control("GET", "/v1/weights")
@@ -100,8 +112,10 @@ class Server(ServerProcess):
         self._control("POST", "/v1/reset", {"version": base.version})
         if BaseWeights.of(serves)[1:] != base[1:] or base.fingerprint is None:
             self._control("POST", "/v1/update_weights", {"model_path": str(self._model), "version": base.version})
-        for hold in self._control("GET", "/v1/is_paused")["holds"]:
-            self._control("POST", "/v1/resume", {"hold_id": hold["id"]})
+        paused = self._control("GET", "/v1/is_paused")
+        for hold in [hold for scope in (paused, *paused["scopes"]) for hold in scope["holds"]]:
+            _, _, adapter = hold["scope"].partition(OF_ADAPTER)
+            self._control("POST", "/v1/resume", {"hold_id": hold["id"], "lora_name": adapter or None})
 
     def _control(self, method: str, path: str, body: Any = None) -> Any:
         """Return the result of a control call. Raises ServerFailed if it fails."""
@@ -116,12 +130,11 @@ class Server(ServerProcess):
         if the server has closed the connection, so only for calls that may be repeated. Raises OSError or
         HTTPException."""
         text = None if body is None else json.dumps(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
         for attempt in ("kept", "new"):
             connection = self._connection or http.client.HTTPConnection(HOST, self.port, timeout=CALL_S)
             self._connection = None
             try:
-                connection.request(method, path, text, headers)
+                connection.request(method, path, text, self._headers)
                 response = connection.getresponse()
                 found = response.status, json.loads(response.read() or "null")
                 self._connection = connection
@@ -139,21 +152,21 @@ class Server(ServerProcess):
         super().close()
 
 
-@contextlib.contextmanager
 def serve(
     model: str | Path | None = None,
     *flags: str,
     environment: Mapping[str, str] | None = None,
     ready_s: float = READY_S,
     log: str | Path | None = None,
-) -> Iterator[Server]:
-    """Run ``fastdeploy serve`` with these flags while the block runs. Raises ServerFailed if it is not ready after
-    ``ready_s``. Other arguments: see Server."""
-    with _running(Server(model, *flags, environment=environment, log=log), ready_s) as server:
-        yield server
+) -> Server:
+    """Start ``fastdeploy serve`` with these flags, and return the server for a ``with`` block, which raises
+    ServerFailed if the server is not ready after ``ready_s``. model: a folder, or a name of MODELS; None = the embedded
+    model. Other arguments: see ServerProcess."""
+    folder, named = _folder_and_flags(model)
+    command = [*FASTDEPLOY, "serve", *named, *flags]
+    return Server(command, folder, ready_s=ready_s, environment=environment, log=log)
 
 
-@contextlib.contextmanager
 def serve_fleet(
     model: str | Path | None = None,
     *flags: str,
@@ -161,18 +174,23 @@ def serve_fleet(
     environment: Mapping[str, str] | None = None,
     ready_s: float = READY_S,
     log: str | Path | None = None,
-) -> Iterator[Server]:
-    """Run ``fastdeploy fleet`` with ``replicas`` while the block runs. See serve."""
-    with _running(Server(model, *flags, replicas=replicas, environment=environment, log=log), ready_s) as fleet:
-        yield fleet
+) -> Server:
+    """Start ``fastdeploy fleet`` with this many replicas. See serve."""
+    folder, named = _folder_and_flags(model)
+    command = [*FASTDEPLOY, "fleet", "--replicas", str(replicas), *named, *flags]
+    return Server(command, folder, members=replicas, ready_s=ready_s, environment=environment, log=log)
 
 
-@contextlib.contextmanager
-def _running(server: Server, ready_s: float) -> Iterator[Server]:
-    try:
-        server.wait_ready(ready_s)
-        server.remember_base()
-        yield server
-        server.stop()
-    finally:
-        server.close()
+def _folder_and_flags(model: str | Path | None) -> tuple[Path, list[str]]:
+    """Return the folder of a model, and the flags that name it. Raises ValueError if it is none."""
+    if model is None:
+        return MODEL_DIR, []
+    if (Path(model) / "config.json").is_file():
+        return Path(model), ["--model", str(model)]
+    from fastdeploy.testing.models import MODELS, model_folder  # imports numpy
+
+    if model not in MODELS:
+        names = ", ".join(MODELS)
+        raise ValueError(f"model: expected a folder with a config.json, None or one of {names}, got {str(model)!r}")
+    folder = model_folder(str(model))
+    return folder, ["--model", str(folder), "--served-model-name", str(model)]
