@@ -13,6 +13,7 @@ import binascii
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote_plus
 
@@ -45,7 +46,7 @@ class KeyRemover:
 
     def headers(self, headers: Headers) -> Headers:
         """Return headers without keys."""
-        named = [_HEADER_NAME.search(name) is not None for name, _ in headers]
+        named = [_is_key_header(name) for name, _ in headers]
         for is_key, (name, value) in zip(named, headers, strict=True):
             if is_key:
                 self._learn(_keys_of_header(value.partition(";")[0] if name.lower() == "set-cookie" else value))
@@ -152,6 +153,11 @@ class KeyRemover:
             return match[0]
         self._learn([value.decode("utf-8", "replace")])
         return quote_1 + name + quote_1 + colon + quote_2 + REMOVED.encode() + quote_2
+
+
+@lru_cache(1024)
+def _is_key_header(name: str) -> bool:
+    return _HEADER_NAME.search(name) is not None
 
 
 def _plain(name: str) -> str:

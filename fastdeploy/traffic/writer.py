@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from fastdeploy.traffic.keys import KeyRemover
 MAX_TEXT_BYTES = 64 << 20  # of a body that is held until it is whole, so that it can be searched for keys
 MAX_WAITING_BYTES = 64 << 20  # of records that are not written yet
 MAX_OPEN_PIECES = 100
+GATHER_S = 0.02  # in which records are gathered: a thread that wakes for each one takes time from the traffic
 
 
 @dataclass
@@ -154,7 +156,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def put(self, record: AnyRecord) -> None:
-        """Hand a record over. It is written within milliseconds."""
+        """Hand a record over. It is in the file after GATHER_S and the time to write."""
         if isinstance(record, Piece):
             with self._lock:
                 self._waiting_bytes += len(record.data)
@@ -175,6 +177,7 @@ class BackgroundWriter:
         cleaner = RecordCleaner()
         while True:
             batch = [self._records.get()]
+            time.sleep(GATHER_S)
             with contextlib.suppress(queue.Empty):
                 while True:
                     batch.append(self._records.get_nowait())

@@ -87,8 +87,9 @@ def test_a_recorder_that_is_killed_leaves_a_file_that_replays(engine, tmp_path):
     with recording_of(out, engine) as recorder:
         assert httpx.post(recorder.url + "/v1/completions", json={"n": 1}).json() == {"n": 1}
         with httpx.stream("POST", recorder.url + "/endless", json={}) as reply:
-            assert next(reply.iter_raw()) == b"data: 1\n\n"
-            while not read_recording(str(out)).exchanges[-1].pieces:
+            pieces = reply.iter_raw()
+            assert next(pieces) == b"data: 1\n\n"
+            while (last := read_recording(str(out)).exchanges[-1]).path != "/endless" or not last.pieces:
                 time.sleep(0.01)
             os.kill(recorder.pid, signal.SIGKILL)
             recorder.wait(30)
