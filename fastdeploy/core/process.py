@@ -20,6 +20,7 @@ COLLECT_AFTER = 50_000  # new objects that can be part of a reference cycle
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Two processes see each other's ids, shared memory and files only if all of these are the same.
 NAMESPACES = ("pid", "ipc", "mnt")
+ANSWER_COUNTS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # see http/answer_counts.py; the library reads it, too
 
 
 def is_secret(variable: str) -> bool:

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.process import ANSWER_COUNTS_FOLDER
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.http.answer_counts import FOLDER as COUNTS_FOLDER
 from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class ProcessTree(ABC):
         """Return the environment variable with the folder in which the processes that serve HTTP count together."""
         folder = os.path.join(self._folder, "answers")
         os.makedirs(folder, exist_ok=True)
-        return {COUNTS_FOLDER: folder}
+        return {ANSWER_COUNTS_FOLDER: folder}
 
     def _print_serving(self, what: str) -> None:
         """Tell the user where ``what`` serves."""

@@ -15,7 +15,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # read by the library, too
+from fastdeploy.core.process import ANSWER_COUNTS_FOLDER
+
 NAME, TEXT = "http_requests_total", "HTTP requests that were answered"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"})
 NO_ROUTE = ""  # the path of a request that was refused before a route was found, or has none
@@ -41,7 +42,7 @@ class AnswerCounts:
         self._counted = CollectorRegistry()
         self._answers = Counter(NAME, TEXT, ("method", "path", "status_code"), registry=self._counted)
         self._shown = self._counted
-        if folder := os.environ.get(FOLDER, "") if folder is None else folder:
+        if folder := os.environ.get(ANSWER_COUNTS_FOLDER, "") if folder is None else folder:
             self._shown = CollectorRegistry()
             self._shown.register(_AllProcesses(folder))
 

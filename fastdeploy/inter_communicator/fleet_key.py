@@ -16,9 +16,6 @@ from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
 
-import zmq
-from zmq.utils import z85
-
 from fastdeploy.core.errors import InvalidField
 
 FLEET_KEY = "FASTDEPLOY_FLEET_KEY"
@@ -73,6 +70,9 @@ def with_fleet_key(environment: Mapping[str, str], secret: str | None) -> dict[s
 @cache
 def key_pairs(secret: str) -> KeyPairs:
     """Make the key pairs of ``secret``. The first call for a secret takes about 50 ms."""
+    import zmq  # not in every process that reads a key
+    from zmq.utils import z85
+
     root = hashlib.scrypt(check_fleet_key(secret).encode(), salt=SALT, n=COST, r=BLOCK, p=1)
 
     def pair(role: bytes) -> tuple[bytes, bytes]:

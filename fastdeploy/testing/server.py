@@ -104,7 +104,7 @@ class Server(ServerProcess):
         base = self._base
         if base is None:
             raise ServerFailed("reset: /v1/weights could not be read when the server became ready: does it need a key?")
-        if "--faults" in self.command:
+        if any(word.partition("=")[0] == "--faults" for word in self.command):
             self._control("DELETE", "/v1/faults")
         serves = self._control("GET", "/v1/weights")
         if serves["asleep"]:

@@ -4,19 +4,16 @@ and two of Tinker's own clients, which learn at the same time: see tinker_child.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from e2e.fleet_server import server_of
-from e2e.server import SMALL, Server, until
+from e2e.server import SMALL, Server
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.testing.process import free_port
+from fastdeploy.testing import ServerProcess
 from frameworks.conftest import PYTHON, run_child
 
 pytestmark = pytest.mark.slow
@@ -37,38 +34,22 @@ def tinker_url(serving, tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("tinker")
     (folder / "uv").write_text(f'#!/bin/sh\nexec {PYTHON} {HERE / "tinker_uv.py"} "$@"\n')
     (folder / "uv").chmod(0o755)
-    port = free_port()
     flags = {
         "base-model": MODEL_DIR,
         "backend": "jax",
         "backend-config": '{"max_lora_adapters": 3, "max_lora_rank": 8}',
         "host": "127.0.0.1",
-        "port": port,
         "database-url": f"sqlite:///{folder / 'tinker.db'}",
         "checkpoints-base": folder / "checkpoints",
         "external-inference-url": serving.url,
         "external-inference-lora-base": serving.adapter_root,
     }
-    command = [folder / "uv", "run", "-m", "skyrl.tinker.api"]
+    command = [str(folder / "uv"), "run", "-m", "skyrl.tinker.api"]
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-
-    def ready() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        try:
-            return httpx.get(f"{url}/api/v1/healthz", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        until(ready, 120, "the Tinker server answers")
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)  # the API server, its trainer and their starters
-        process.wait(60)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    with ServerProcess(command, environment) as server:
+        server.wait_ready(120, "/api/v1/healthz")
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from e2e.server import PROMPT, Server, until
-from fastdeploy.testing.process import free_port
+from e2e.server import PROMPT, Server
+from fastdeploy.testing.process import ServerProcess, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("GATEWAYS_PYTHON") or str(ROOT / ".venv-gateways" / "bin" / "python")
@@ -21,42 +19,23 @@ HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2"
 ROUND_ROBIN = ("--policy", "round_robin")
 
 
-class Gateway:
+class Gateway(ServerProcess):
     """The gateway that the Python module ``module`` starts, in front of ``servers``. more: its arguments."""
 
     def __init__(self, module: str, servers: Sequence[Server], *more: str):
-        port, metrics = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [PYTHON, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
-        urls = [server.url for server in servers]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [*command, *HEALTH, "--worker-urls", *urls, *more], stdout=self._log, stderr=subprocess.STDOUT
-        )
+        command = [PYTHON, "-m", module, "--host", "127.0.0.1", "--prometheus-port", str(free_port()), *HEALTH]
+        super().__init__([*command, "--worker-urls", *(server.url for server in servers), *more])
 
     def __enter__(self) -> Gateway:
         try:
-            until(self._ready, 60, "the gateway is ready")
+            self.wait_ready(60, "/readiness")
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        self._log.close()
-
-    def _ready(self) -> bool:
-        assert self._process.poll() is None, self._log_end()
-        try:
-            return self.get("/readiness").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def _log_end(self) -> str:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-2000:]
+        self.close()
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=20)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from fastdeploy.http.answer_counts import FOLDER, AnswerCounts
+from fastdeploy.core.process import ANSWER_COUNTS_FOLDER
+from fastdeploy.http.answer_counts import AnswerCounts
 
 CHILD = """
 from fastdeploy.http.answer_counts import AnswerCounts
@@ -38,7 +39,7 @@ def test_each_answer_counts_by_its_route_and_status(stack):
 
 @pytest.mark.processes
 def test_processes_count_together_also_after_their_end(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ANSWER_COUNTS_FOLDER, str(tmp_path))
     for _ in range(2):
         subprocess.run([sys.executable, "-c", CHILD], check=True, timeout=60)
     text = AnswerCounts().render()

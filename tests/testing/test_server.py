@@ -24,7 +24,7 @@ PROMPT = list(range(40, 60))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(None, "--max-num-seqs", "4", "--num-gpu-blocks-override", "512") as server:
+    with serve(None, "--max-num-seqs", "4", "--num-gpu-blocks-override", "512", "--faults") as server:
         yield server
 
 
@@ -45,6 +45,7 @@ def state(server: Server) -> dict[str, Any]:
         "holds": [scope["holds"] for scope in (paused, *paused["scopes"])],
         "counts": paused["counts"],
         "adapters": ok(server, "/v1/adapters")["adapters"],
+        "faults": ok(server, "/v1/faults")["armed"],
         "tokens": ok(server, "/v1/completions", body)["choices"][0]["token_ids"],
     }
 
@@ -62,6 +63,8 @@ def test_a_reset_undoes_all_that_a_test_does_and_may_be_repeated(server: Server,
     make_adapters([str(MODEL_DIR), str(tmp_path), "--count", "1"])
     ok(server, "/v1/adapters/load", {"lora_name": "math", "lora_path": str(tmp_path / "adapter-0")})
     ok(server, "/v1/pause", {"mode": "keep", "lora_name": "math", "hold_id": "of-an-adapter"})
+    ok(server, "/v1/faults", {"fault": "http_error", "path": "/v1/reset", "status": "503"})
+    assert len(ok(server, "/v1/faults")["armed"]) == 1
     server.reset()
     assert running.result(20)["choices"][0]["finish_reason"] == "abort"
     assert state(server) == before

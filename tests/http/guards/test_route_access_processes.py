@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,43 +15,29 @@ import httpx
 import openai
 import pytest
 
+from e2e.server import until
 from fastdeploy.entrypoints.cli import main
 from fastdeploy.http.guards.keys import CONTROL_KEY
+from fastdeploy.testing import ServerProcess
 
 TESTS = Path(__file__).parents[2]
 DATA, CONTROL = "data-key-of-this-test", "control-key-of-this-test"
 
 
-class Served:
+class Served(ServerProcess):
     """``fastdeploy serve`` with a scripted engine. urls: the URLs that it printed, one for each port."""
 
     def __init__(self, root: Path, *flags: str, **environment: str):
         (root / "config.json").write_text("{}")
-        self.log_path = root / "log"
-        env = os.environ | {"FASTDEPLOY_IPC_ROOT": str(root), "PYTHONPATH": f"{TESTS.parent}:{TESTS}"} | environment
         program = [sys.executable, str(TESTS / "support" / "serve_main.py")]
-        command = [*program, "serve", "--model", str(root), "--port", "0", *flags]
-        with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.urls = re.findall(r"http://[^\s,]+", self.process.stdout.readline())
+        path = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        super().__init__([*program, "serve", "--model", str(root), *flags], path | environment)
+        self.urls = until(self._printed, 60, "the server serves")
 
-    def children(self) -> dict[str, list[int]]:
-        """Return the process ids of the API servers and of the engine."""
-        task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        found: dict[str, list[int]] = {"api_server": [], "fake_engine_main": []}
-        for pid in map(int, task.read_text().split()):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_text()
-                for name in found:
-                    if name in command:
-                        found[name].append(pid)
-        return found
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(30)
-        self.process.stdout.close()
-        return status
+    def _printed(self) -> list[str]:
+        self.require_running()
+        line = re.search(r"^FastDeploy serves .*\n", self.log(), re.MULTILINE)
+        return re.findall(r"http://[^\s,]+", line[0]) if line else []
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +46,9 @@ def guarded(tmp_path_factory) -> Iterator[Served]:
     (root / "api").write_text(f"rotated-out\n{DATA}\n")
     flags = ("--api-key", str(root / "api"), "--control-port", "0", "--metrics-port", "0")
     flags += ("--workers", "2")
-    served = Served(root, *flags, **{CONTROL_KEY: CONTROL})
-    yield served
-    assert served.stop() == 0
+    with Served(root, *flags, **{CONTROL_KEY: CONTROL}) as served:
+        yield served
+        assert served.stop() == 0
 
 
 def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
@@ -79,7 +64,7 @@ def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
         }  # fmt: skip
 
     assert statuses() == {(403, 200)}
-    killed = guarded.children()["api_server"]
+    killed = guarded.pids("api_server")
     assert len(killed) == 2
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -91,7 +76,7 @@ def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
         assert time.monotonic() < deadline
     while statuses() != {(403, 200)}:
         assert time.monotonic() < deadline
-    assert not set(killed) & set(guarded.children()["api_server"])
+    assert not set(killed) & set(guarded.pids("api_server"))
 
 
 def test_the_openai_package_uses_the_data_port_with_its_key(guarded):
@@ -113,15 +98,14 @@ def test_a_scrape_has_the_answers_of_all_api_servers_whichever_answers_it(guarde
 
 
 def test_no_command_line_no_log_and_not_the_engine_has_a_key(guarded):
-    children = guarded.children()
     secrets = (DATA.encode(), CONTROL.encode())
-    for pid in (guarded.process.pid, *children["api_server"], *children["fake_engine_main"]):
+    for pid in guarded.processes():
         assert not any(secret in Path(f"/proc/{pid}/cmdline").read_bytes() for secret in secrets)
-    [engine] = children["fake_engine_main"]
+    [engine] = guarded.pids("fake_engine_main")
     environment = Path(f"/proc/{engine}/environ").read_bytes()
     assert environment and not any(secret in environment for secret in secrets)
     httpx.post(guarded.urls[0] + "/v1/pause", headers={"authorization": f"Bearer {DATA}"}, timeout=30)
-    assert not any(secret.decode() in guarded.log_path.read_text() for secret in secrets)
+    assert not any(secret.decode() in guarded.log() for secret in secrets)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +113,12 @@ def test_no_command_line_no_log_and_not_the_engine_has_a_key(guarded):
     [(["--insecure-control"], "--insecure-control: anyone who reaches 0.0.0.0"), ([], "control routes are refused")],
 )
 def test_an_exposed_server_warns_once_at_start(tmp_path, flags, said):
-    served = Served(tmp_path, "--host", "0.0.0.0", *flags)
-    try:
+    with Served(tmp_path, "--host", "0.0.0.0", *flags) as served:
         url = served.urls[0].replace("0.0.0.0", "127.0.0.1")
         status = httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}, timeout=30).status_code
         assert status == (200 if flags else 403)
-    finally:
         assert served.stop() == 0
-    assert served.log_path.read_text().count(said) == 1
+        assert served.log().count(said) == 1
 
 
 @pytest.mark.parametrize(
