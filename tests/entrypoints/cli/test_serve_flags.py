@@ -233,5 +233,6 @@ def test_faults_need_one_api_server_and_a_schedule_that_can_be_read(folder, tmp_
 
 def test_faults_need_replicas_of_this_host(folder, capsys):
     replica = "ipc:///tmp/x.sock=http://127.0.0.1:1"
-    assert main(["fleet", folder, "--faults", "--replica", replica, "--port", "0"]) != 0
+    with pytest.raises(SystemExit):
+        main(["fleet", folder, "--faults", "--replica", replica, "--port", "0"])
     assert "--faults" in capsys.readouterr().err
