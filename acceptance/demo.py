@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+
+from fastdeploy.testing import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,14 +27,13 @@ from acceptance.lib.progress import progress
 from acceptance.lib.scenarios import Acceptance, Options, allow_files
 from acceptance.lib.verdicts import Check, check_update
 from benchmarks.lib.dialect import Native
-from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.report import Printer
-from benchmarks.lib.tensors import WEIGHTS, perturbed_copy
 from examples.embedded_model import arithmetic, tokenizer
 from fastdeploy.bench.client import Client, Stream
 from fastdeploy.bench.timeline import StreamLog
 from fastdeploy.bench.workload import completion
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import WEIGHTS, perturbed_copy
 
 SOLVED = 64
 RUNNING = 8
@@ -58,7 +60,7 @@ class Demo:
 
     async def run(self) -> None:
         with progress(self._progress, self.printer.say):
-            took = await self.server.wait_ready(READY_S)
+            took = self.server.wait_ready(READY_S)
             self.model, length = await self.native.model(None)
             self.printer.say(f"{self.model} (context {length}) ready at {self.server.url} after {took:.1f} s")
             self._reached(STARTED)
@@ -159,8 +161,9 @@ def break_weights(folder: Path) -> None:
 
 def check_stop(server: ServerProcess) -> list[Check]:
     """Stop the server by Ctrl-C; check its exit code and time, and that no process or socket file is left."""
-    code, took = server.stop(STOP_S)
-    left = server.left_over()
+    began = time.monotonic()
+    code = server.stop(signal.SIGINT, STOP_S)
+    took, left = time.monotonic() - began, server.processes()
     files = [str(path.relative_to(server.ipc)) for path in server.ipc.rglob("*")]
     promise = f"Ctrl-C ends the server within {STOP_S:.0f} s, exit code 0"
     return [
@@ -175,14 +178,11 @@ def run(waiting: int, printer: Printer) -> int:
     allow_files(2 * (waiting + RUNNING))
     with tempfile.TemporaryDirectory(prefix="fd-demo-") as name:
         command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--max-num-seqs", str(RUNNING)]
-        server = ServerProcess(command, Path(name))
-        try:
+        with ServerProcess(command) as server:
             demo = Demo(server, Path(name), waiting, printer)
             asyncio.run(demo.run())
             stopped = check_stop(server)
             show_checks(printer, stopped)
-        finally:
-            server.kill()
     checks = demo.checks + stopped
     failed = [f"{check.scenario}: {check.promise}: {check.seen}" for check in checks if not check.ok]
     printer.say(f"{len(checks) - len(failed)} of {len(checks)} promises held")

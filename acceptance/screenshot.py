@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.lib.processes import started
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.make_adapters import write_adapter
 from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing import serve
+from fastdeploy.testing.tensors import perturbed_copy
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -117,11 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="PNG; the dark one gets -dark at the end of its name")
     out = parser.parse_args(argv).out
-    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", *FLAGS]
-    with tempfile.TemporaryDirectory() as name, started([*command, "--model-root", name]) as server:
+    with tempfile.TemporaryDirectory() as name, serve(None, *FLAGS, "--model-root", name) as server:
         folder = Path(name)
         write_adapter(folder / "math", Shape.of(MODEL_DIR), 8, seed=1)
-        asyncio.run(server.wait_ready(120))
         load = {"lora_name": "math", "lora_path": str(folder / "math")}
         asyncio.run(Client(server.url).post("/v1/adapters/load", load))
         take_pictures(server.url, folder, out)

@@ -26,10 +26,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastdeploy.testing import ServerProcess
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.engines import DEFAULT_LIMITS, ours
-from benchmarks.lib.processes import command_words, cpu_seconds, started
+from benchmarks.lib.processes import cpu_seconds
 from benchmarks.lib.report import Printer, json_flag, write_json
 from fastdeploy.bench.client import Client, ServerError
 from fastdeploy.bench.workload import completion, prompt_ids
@@ -127,9 +129,9 @@ async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
     """Return the rounds of every case, by its name. The cases alternate."""
     (folder / "model").mkdir()
     engine = ours(with_words(args.model_path, folder / "model"), SERVED)
-    with started(engine.command) as server:
-        say(f"{engine.version}: ready after {await server.wait_ready(READY_S, engine.ready):.1f} s")
-        target = Client(server.url), [pid for pid in server.processes() if API_SERVER in command_words(pid)]
+    with ServerProcess(engine.command) as server:
+        say(f"{engine.version}: ready after {server.wait_ready(READY_S, engine.ready):.1f} s")
+        target = Client(server.url), server.pids(API_SERVER)
         if len(target[1]) != 1:
             raise ServerError(f"{len(target[1])} processes are API servers by their command lines")
         for case in CASES:

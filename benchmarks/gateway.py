@@ -22,18 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.gateways.serve import MODEL
-from benchmarks.lib.processes import (
-    ServerProcess,
-    command_words,
-    cpu_seconds,
-    free_port,
-    session_processes,
-    started,
-)
+from benchmarks.lib.processes import cpu_seconds
 from benchmarks.lib.report import json_flag, markdown, write_json
 from fastdeploy.bench.client import Client
 from fastdeploy.bench.stats import percentile
 from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.testing.process import ServerProcess, command_words, free_port
 
 START_S = 90.0
 ROUTERS = {"smg": "smg.launch_router", "vllm-router": "vllm_router.launch_router",
@@ -65,7 +59,7 @@ class Target:
         """Return the processes that only the gateway needs: of Ray the proxy and the actor, without its daemons."""
         if self.process is None:
             return []
-        pids = session_processes(self.process.pid)
+        pids = self.process.processes()
         if self.name != "ray-serve":
             return pids
         actors = ("ray::ProxyActor", "ray::ServeReplica")
@@ -102,7 +96,7 @@ async def measure(target: Target, replicas: Sequence[ServerProcess], args: argpa
             logs.append(log)
 
     gateway = target.gateway_pids()
-    serving = [*gateway, *itertools.chain(*(session_processes(replica.pid) for replica in replicas))]
+    serving = [*gateway, *itertools.chain(*(replica.processes() for replica in replicas))]
     cpu, serving_cpu, start = cpu_seconds(gateway), cpu_seconds(serving), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for number in range(args.streams):
@@ -137,14 +131,14 @@ async def run(args: argparse.Namespace) -> list[Phase]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         endpoints = [f"ipc://{folder}/engine-{i}" for i in range(2)]
         replica = [sys.executable, "-m", "benchmarks.lib.gateways.serve", "--step-s", str(args.step_ms / 1000)]
-        replicas = [stack.enter_context(started([*replica, endpoint])) for endpoint in endpoints]
+        replicas = [stack.enter_context(ServerProcess([*replica, endpoint])) for endpoint in endpoints]
         for process in replicas:
-            await process.wait_ready(START_S)
+            process.wait_ready(START_S)
         urls = [process.url for process in replicas]
         targets = [Target("direct", urls)]
         for name, command in commands(args, urls, endpoints).items():
-            process = stack.enter_context(started(command))
-            await process.wait_ready(START_S, "/health")
+            process = stack.enter_context(ServerProcess(command))
+            process.wait_ready(START_S, "/health")
             targets.append(Target(name, [process.url], process))
         await asyncio.sleep(args.settle_s)  # the routers ask their workers for models
         for number in range(-1, args.rounds):

@@ -31,10 +31,11 @@ from itertools import accumulate, product
 from pathlib import Path
 from statistics import mean, median
 
+from fastdeploy.testing import ServerProcess
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.engines import Limits, ours
-from benchmarks.lib.processes import started
 from benchmarks.lib.report import Printer, json_flag, markdown, numbers, write_json
 from fastdeploy.bench.client import Client
 from fastdeploy.bench.stats import percentile
@@ -161,8 +162,8 @@ async def run(args: argparse.Namespace, say: Callable[[str], None]) -> Results:
             clients = {}
             for name, flags in servers.items():
                 command = (*engine.command, "--no-enable-speculative-decoding", *flags)
-                server = stack.enter_context(started(command, environment))
-                say(f"{engine.version}, {name}: ready after {await server.wait_ready(READY_S, engine.ready):.1f} s")
+                server = stack.enter_context(ServerProcess(command, environment))
+                say(f"{engine.version}, {name}: ready after {server.wait_ready(READY_S, engine.ready):.1f} s")
                 clients[name] = Client(server.url)
             for name, client in clients.items():
                 await measure(client, Load(isa, 2, 1, STREAM_INPUT), f"warm-up/{name}", args.output_len)

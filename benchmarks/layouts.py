@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.report import json_flag, markdown, write_json
-from benchmarks.lib.tensors import entries, head
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import entries, head
 from fastdeploy.worker.model_runner import ModelRunner
 
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "up_gate": ("gate_proj", "up_proj")}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
 from benchmarks.lib.roofline import BYTES, Shape
-from benchmarks.lib.tensors import RandomTensor, write_random_tensors
 
 # Of A and B. The change of a weight, scaling * B A, is then about half as large as q05's own weights at rank 16.
 STD = 0.05

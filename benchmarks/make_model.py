@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.tensors import RandomTensor, write_random_tensors
+from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
 
 COMMON = {
     "hidden_act": "silu",

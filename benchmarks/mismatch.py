@@ -35,13 +35,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.lib.processes import started
 from benchmarks.lib.report import json_flag, markdown, write_json
-from benchmarks.lib.tensors import WEIGHTS, float32_tensors
 from examples.embedded_model import tokenizer
 from examples.embedded_model.arithmetic import problems
 from fastdeploy.bench.client import Client
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing import serve
+from fastdeploy.testing.tensors import WEIGHTS, float32_tensors
 
 MOVE = 3e-3  # of a weight, relative: about half a step of bfloat16, which is 3.9e-3 to 7.8e-3
 BATCH = 32  # samples
@@ -159,9 +159,8 @@ async def sample(model: Path, dtype: str, count: int, group: int, max_tokens: in
     """Start a server, sample ``group`` answers to each of ``count`` problems, and stop the server."""
     prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems(0, count) for _ in range(group)]
     body = {"model": NAME, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
-    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--model", str(model), "--dtype", dtype]
-    with started([*command, "--served-model-name", NAME, "--num-gpu-blocks-override", "2048"]) as server:
-        await server.wait_ready(READY_S)
+    flags = ("--dtype", dtype, "--served-model-name", NAME, "--num-gpu-blocks-override", "2048")
+    with serve(model, *flags, ready_s=READY_S) as server:
         client = Client(server.url)
 
         async def one(seed: int, prompt: list[int]) -> Sample:

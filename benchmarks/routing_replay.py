@@ -29,10 +29,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from benchmarks import make_model
-from benchmarks.lib.processes import started
 from benchmarks.lib.report import json_flag, markdown, write_json
 from benchmarks.mismatch import READY_S, difference, library_processes
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.testing import serve
 
 VOCAB = 256  # prompts are of these ids
 
@@ -118,10 +118,8 @@ TRAINERS = (
 async def sample(model: Path, count: int, prompt_tokens: int, max_tokens: int) -> list[Sample]:
     """Start a server, sample an answer to each of ``count`` random prompts, and stop the server."""
     prompts = np.random.default_rng(0).integers(0, VOCAB, (count, prompt_tokens)).tolist()
-    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--model", str(model)]
-    flags = ["--dtype", "bfloat16", "--enable-return-routed-experts", "--max-model-len", "2048"]
-    with started([*command, *flags]) as server:
-        await server.wait_ready(READY_S)
+    flags = ("--dtype", "bfloat16", "--enable-return-routed-experts", "--max-model-len", "2048")
+    with serve(model, *flags, ready_s=READY_S) as server:
         async with RolloutClient(server.url) as client:
 
             async def one(seed: int, prompt: list[int]) -> Sample:

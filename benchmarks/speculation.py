@@ -31,11 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastdeploy.testing import ServerProcess
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import make_model
 from benchmarks.lib.engines import ours
-from benchmarks.lib.processes import started
 from benchmarks.lib.report import Printer, json_flag, markdown, some_of, write_json
 from benchmarks.lib.text_models import write_editor, write_large_embedded
 from examples.embedded_model import arithmetic, tokenizer
@@ -180,16 +181,11 @@ def measure(kind: str, repeats: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="speculation-") as parent, ExitStack() as stack:
         write_checkpoint(kind, Path(parent) / kind)
         command = ours(Path(parent) / kind, SERVED).command
-        servers = [
-            stack.enter_context(started([*command, *more])) for more in ((), ("--no-enable-speculative-decoding",))
-        ]
-
-        async def run() -> list[dict[str, Any]]:
-            for server in servers:
-                await server.wait_ready(READY_S)
-            return await compare([server.url for server in servers], loads_of(kind), repeats)
-
-        return asyncio.run(run())
+        commands = (command, (*command, "--no-enable-speculative-decoding"))
+        servers = [stack.enter_context(ServerProcess(words)) for words in commands]
+        for server in servers:
+            server.wait_ready(READY_S)
+        return asyncio.run(compare([server.url for server in servers], loads_of(kind), repeats))
 
 
 @dataclass

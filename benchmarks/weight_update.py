@@ -32,10 +32,10 @@ from benchmarks.lib.contenders import READY_S, RunningEngines
 from benchmarks.lib.dialect import DIALECTS
 from benchmarks.lib.engines import Engine, installed
 from benchmarks.lib.report import Printer, json_flag, some_of, write_json
-from benchmarks.lib.tensors import perturbed_copy
 from benchmarks.lib.update import Delta, Folder, FolderOnDisk, OneSet, SharedMemory, Source, Upload, VllmReload
 from benchmarks.lib.update_run import Row, measure, medians, show
 from fastdeploy.bench.client import Client
+from fastdeploy.testing.tensors import perturbed_copy
 
 SERVED = "base"
 FOLDER, DISK, SHARED, UPLOAD, ONE_SET, DELTA = KINDS = (

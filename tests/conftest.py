@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fastdeploy.testing.checkpoints import write_checkpoint
 from support import balance, quick, search
-from support.checkpoints import SPECS, write_checkpoint
+from support.specs import SPECS
 from support.torch_process import MODES, TorchProcess
 
 pytest_plugins = ("support.http_stack",)

@@ -17,10 +17,11 @@ from fastdeploy.model_executor import models
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.rl.scoring import Scorer
+from fastdeploy.testing.tensors import write_safetensors
 from fastdeploy.worker.model_runner import ModelRunner
 from rl.scoring.plain import plain_logprobs
-from support.checkpoints import prompt, write_safetensors
 from support.markdown import ROOT, blocks
+from support.specs import prompt
 from support.step_driver import Driver, Sequence, update
 
 NAME = "ExampleForCausalLM"

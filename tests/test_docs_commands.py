@@ -144,11 +144,8 @@ def adapter(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server()
-    try:
-        yield server.wait_ready()
-    finally:
-        server.remove()
+    with Server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -174,11 +171,8 @@ def test_a_script_runs(block, server, model, adapter, untouched):
 
 @pytest.mark.parametrize("block", FLEET_SCRIPTS, ids=str)
 def test_a_script_runs_in_a_fleet(block, model):
-    server = FleetServer(2)
-    try:
-        run_script(block, server.wait_ready(), model)
-    finally:
-        server.remove()
+    with FleetServer(2) as server:
+        run_script(block, server, model)
 
 
 def run_script(block: Block, server: Server, model: Path, adapter: Path | str = "") -> None:

@@ -29,13 +29,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "http": ("core", "inter_communicator", "client", "fleet"),
     "faults": ("core", "inter_communicator", "client", "fleet", "http", "scheduler"),
     "bench": (),
+    "testing": ("core", "embedded", "rl", "bench"),
+    "traffic": ("core",),
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
+    "rl.check_sync": ("core", "model_executor", "rl", "rl.scoring"),
     "entrypoints": (
         "core",
         "bench",
         "embedded",
+        "testing",
         "inter_communicator",
         "model_executor",
         "worker",
@@ -44,12 +48,21 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "fleet",
         "http",
         "faults",
+        "traffic",
+        "rl.check_sync",
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
 # All that users import. The programs in examples/ import nothing else of ours, so that users can write the same. Only
 # what they have in common is named: the task, and the trainer.
-PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.bench", "fastdeploy.embedded", "fastdeploy.core.errors")
+PUBLIC = (
+    "fastdeploy",
+    "fastdeploy.rl",
+    "fastdeploy.bench",
+    "fastdeploy.embedded",
+    "fastdeploy.testing",
+    "fastdeploy.core.errors",
+)
 SHARED_EXAMPLES = ("examples.embedded_model.", "examples.async_grpo.")
 PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothing in it imports them
 # Of the programs that measure and check, the files that look inside the product. All others use what users import.
@@ -71,9 +84,8 @@ INSIDE = (
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
-WITHOUT_PADDLE = [
-    layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.rollout_model", "rl.scoring")
-]
+WITH_PADDLE = ("model_executor", "worker", "rl.rollout_model", "rl.scoring", "rl.check_sync")
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in WITH_PADDLE]
 
 
 def module_name(path: Path) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.tensors import WEIGHTS, Entry, entries, head
 from fastdeploy.core import delta_format
 from fastdeploy.core.files import SHARED_MEMORY, new_file, write_all
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
+from fastdeploy.testing.tensors import WEIGHTS, Entry, entries, head
 
 BATCH_BYTES = 4 << 20
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.lib.engines import Engine
-from benchmarks.lib.processes import ServerProcess, cpu_seconds, peak_bytes, send_all, sigterm_held
+from benchmarks.lib.processes import cpu_seconds, peak_bytes, send_all
 from fastdeploy.bench.client import FAILURES, Client
+from fastdeploy.testing import ServerProcess
 
 READY_S = 600.0  # limit of an engine's start
 STOP_S = 15.0
@@ -28,23 +27,23 @@ class Contender:
     """One engine's running server. ready_s, start_bytes: time and largest memory of all its processes until it was
     ready. frozen: stopped by SIGSTOP until its next load, since it did not become idle."""
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.server = ServerProcess(engine.command, folder)
+        self.server = ServerProcess(engine.command)
         self.client = Client(self.server.url)
         self.ready_s, self.start_bytes = 0.0, 0
         self.frozen = False
 
     async def start(self, ready_s: float) -> None:
-        """Wait until the server is ready and idle. Raises ServerError if it is not ready after ``ready_s`` seconds."""
-        self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
+        """Wait until the server is ready and idle. Raises ServerFailed if it is not ready after ``ready_s`` seconds."""
+        self.ready_s = self.server.wait_ready(ready_s, self.engine.ready)
         self.start_bytes = peak_bytes(self.server.processes())
         await self.wait_idle()
 
     def close(self) -> None:
         self.unfreeze()
-        self.server.stop(STOP_S)
-        self.server.kill()
+        self.server.stop(timeout_s=STOP_S)
+        self.server.close()
 
     def unfreeze(self) -> None:
         if self.frozen:
@@ -96,21 +95,17 @@ class RunningEngines:
     @contextmanager
     def started(self, engines: Sequence[Engine], ready_s: float) -> Iterator[None]:
         """Start the servers one after the other, to time each start. Stop all of them at the end."""
-        with tempfile.TemporaryDirectory(prefix="compare-") as name:
-            try:
-                for engine in engines:
-                    folder = Path(name) / engine.name
-                    folder.mkdir()
-                    with sigterm_held():
-                        contender = Contender(engine, folder)
-                        self.contenders.append(contender)
-                    with self.removed_on_failure(contender):
-                        asyncio.run(contender.start(ready_s))
-                        self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")
-                yield
-            finally:
-                for contender in self.contenders:
-                    contender.close()
+        try:
+            for engine in engines:
+                contender = Contender(engine)
+                self.contenders.append(contender)
+                with self.removed_on_failure(contender):
+                    asyncio.run(contender.start(ready_s))
+                    self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")
+            yield
+        finally:
+            for contender in self.contenders:
+                contender.close()
 
     @contextmanager
     def removed_on_failure(self, contender: Contender) -> Iterator[None]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.tensors import WEIGHTS, float32_tensors, head, to_bfloat16
 from benchmarks.make_model import config_of
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import WEIGHTS, float32_tensors, head, to_bfloat16
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 REST = 0.02  # standard deviation of weights that change nothing

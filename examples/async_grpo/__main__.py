@@ -13,12 +13,13 @@ import paddle
 from examples.async_grpo.config import Settings, parse
 from examples.async_grpo.problems import Curriculum
 from examples.async_grpo.records import Display
-from examples.async_grpo.serving import ServerFailed, served
+from examples.async_grpo.serving import served
 from examples.async_grpo.task import AnswersFailed, Task
 from examples.async_grpo.trainer import Trainer
 from examples.embedded_model.tokenizer import END_ID
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.testing import ServerFailed
 
 TRAINER_THREADS = 1  # of Paddle: the server has the other core
 
@@ -38,9 +39,9 @@ def run(settings: Settings, task: Task) -> int:
     out, status = Path(settings.out), 0
     try:
         out.mkdir(parents=True, exist_ok=True)
-        own = served(settings, out / "server.log")
-        with Display(settings.minutes) as display, nullcontext(settings.url) if settings.url else own as url:
-            asyncio.run(train(settings, task, url, display))
+        own = nullcontext() if settings.url else served(settings, out / "server.log")
+        with Display(settings.minutes) as display, own as server:
+            asyncio.run(train(settings, task, server.url if server else settings.url, display))
     except* (FastDeployError, AnswersFailed, ServerFailed, OSError) as errors:
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.processes import free_port
 from e2e.server import Server
+from fastdeploy.testing.process import free_port
 from support.fake_pause_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,14 +65,10 @@ def test_pause_names_the_missing_flag_if_the_server_has_no_route_for_it():
 
 @pytest.mark.slow
 def test_all_promises_of_a_pause_hold_on_our_own_server():
-    server = Server().wait_ready()
-    try:
+    with Server() as server:
         # So many tokens that no request has ended before the pause, also on a busy machine.
         code, out, err = command("acceptance/pause.py", "--wait-tokens", "800", url=server.url)
         assert code == 0, out + err
-    finally:
-        server.stop()
-        server.kill_everything()
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks import api_cost
 from benchmarks.api_cost import CASES, Cost
-from benchmarks.lib import processes
 from benchmarks.make_model import write_tokenizer
 from fastdeploy.bench.client import Client
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing import ServerProcess
 from support.fake_pause_server import FakeServer
 
 
@@ -36,20 +36,19 @@ def test_every_case_is_measured_and_the_server_is_stopped_afterwards(
 ):
     file, servers, measured = tmp_path / "out.json", [], set()
 
-    class Watched(processes.ServerProcess):
-        async def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
-            seconds = await super().wait_ready(timeout_s, path)
-            words = {pid: processes.command_words(pid) for pid in self.processes()}
-            servers.append((self, [pid for pid in words if api_cost.API_SERVER in words[pid]]))
+    class Watched(ServerProcess):
+        def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
+            seconds = super().wait_ready(timeout_s, path)
+            servers.append((self, self.pids(api_cost.API_SERVER)))
             return seconds
 
-    cpu = processes.cpu_seconds
+    cpu = api_cost.cpu_seconds
 
     def cpu_seconds(pids: Sequence[int]) -> float:
         measured.update(pids)
         return cpu(pids)
 
-    monkeypatch.setattr(processes, "ServerProcess", Watched)
+    monkeypatch.setattr(api_cost, "ServerProcess", Watched)
     monkeypatch.setattr(api_cost, "cpu_seconds", cpu_seconds)
     small = ["--streams", "3", "--input-len", "20", "--output-len", "400", "--repeats", "2", "--json", str(file)]
     status = api_cost.main(["--model-path", str(MODEL_DIR), *small])

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks import make_adapters, make_model
+from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
 from benchmarks.lib.roofline import Shape
-from benchmarks.lib.tensors import RandomTensor, perturbed_copy, to_bfloat16, write_random_tensors
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.model_executor.models import build_model, parse_config
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.testing.tensors import perturbed_copy, to_bfloat16
 
 Q05 = Shape(hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocab=151936)
 

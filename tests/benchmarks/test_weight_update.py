@@ -18,8 +18,8 @@ from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import write_safetensors
 from rl.embedded_weights import embedded_weights
-from support.checkpoints import write_safetensors
 
 SMALL = ["--engines", "ours", "--streams", "2", "--prompt-tokens", "16", "--quiet-s", "0.2", "--repeats", "2"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.server import free_port
+from fastdeploy.testing.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # of this host, for a proxy between it and the packages

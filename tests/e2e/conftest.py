@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from e2e.server import PROMPT, SMALL, Server, perturbed
-from fastdeploy.embedded import MODEL_DIR
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +33,7 @@ def to_update(server: Server) -> Iterator[Server]:
     """Return the shared server, for a test that changes its weights. The first weights are restored afterwards."""
     before = server.weights(checksums=True)
     yield server
-    server.post("/v1/reset", {})
-    if server.weights()["weight_epoch"] != before["weight_epoch"]:
-        server.post("/v1/update_weights", {"model_path": str(MODEL_DIR), "version": before["version"]})
+    server.reset()
     assert server.weights(checksums=True)["checksum"] == before["checksum"]
 
 

@@ -16,11 +16,12 @@ import numpy as np
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from e2e.server import Server, alive, until
+from e2e.server import Server, until
 from examples.agent_grpo.calculator import TOOLS
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.scoring import Scorer
 from fastdeploy.rl.sessions import AgentSession, SessionRow
+from fastdeploy.testing.process import is_alive
 
 WORDS = st.text(alphabet="0123456789+-* aé漢😀\n{}\"'<>", min_size=1, max_size=12)
 QUESTIONS = st.sampled_from(["47*38+512", "12+7", "100-58+3-2"]) | WORDS
@@ -182,7 +183,7 @@ class Trial:
     async def _kill(self, *kinds: str) -> None:
         pid = next(pid for kind in kinds for pid in self._server.pids(kind))
         os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda: not alive(pid), 60, "the process is gone")
+        await asyncio.to_thread(until, lambda: not is_alive(pid), 60, "the process is gone")
         await asyncio.to_thread(self._server.wait_ready)
 
     def _check(self, agent: Agent, rows: Sequence[SessionRow]) -> None:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 from urllib.request import urlopen
 
-from e2e.server import Server, descendants, until
+from e2e.server import Server, until
+from fastdeploy.testing.process import descendants
 
 KINDS = ("serve", "fleet")
 
@@ -19,16 +20,10 @@ def server_of(kind: str, *flags: str) -> Server:
 class FleetServer(Server):
     """``fastdeploy fleet`` with ``num`` replicas."""
 
-    command = "fleet"
+    words = ("fastdeploy.entrypoints.cli", "fleet")
 
-    def __init__(self, num: int, *flags: str):
-        super().__init__("--replicas", str(num), *flags)
-        self.num = num
-
-    def wait_ready(self, seconds: float = 60.0) -> FleetServer:
-        super().wait_ready(seconds)
-        self.wait_members(self.num)
-        return self
+    def __init__(self, num: int, *flags: str, **settings: Any):
+        super().__init__("--replicas", str(num), *flags, members=num, **settings)
 
     def replicas(self) -> dict[str, dict[str, Any]]:
         return {entry["name"]: entry for entry in self.get("/v1/replicas").ok()["replicas"]}
@@ -67,5 +62,4 @@ class Gateway(FleetServer):
     """``fastdeploy fleet`` that starts no replica. num: of the replicas that ``flags`` name and that join."""
 
     def __init__(self, num: int, *flags: str):
-        Server.__init__(self, *flags)
-        self.num = num
+        Server.__init__(self, *flags, members=num)

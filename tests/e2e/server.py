@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +13,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.tensors import perturbed_copy
+from fastdeploy import testing
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import perturbed_copy
 
 PROMPT = list(range(40, 60))
 LONG = 3900  # tokens of a request that runs for seconds, until a test has disturbed it and aborts it
@@ -52,12 +46,6 @@ def halves(folder: Path) -> list[bytes]:
     return parts
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Wait until ``condition`` is true and return its value. ``seconds`` is only a limit."""
     end = time.monotonic() + seconds
@@ -81,23 +69,6 @@ def in_background(call: Callable[..., Any], *args: Any, **fields: Any) -> Future
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the live descendants of process ``pid``, without the process itself."""
-    children: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += map(int, thread.read_text().split())
-    live = [child for child in children if alive(child)]
-    return live + [pid for child in live for pid in descendants(child)]
 
 
 def shared_memory(pids: list[int]) -> set[str]:
@@ -125,58 +96,23 @@ class Reply:
         return self.ok()["result"]
 
 
-class Server:
-    """``fastdeploy serve`` with ``flags``, in a process group and with a socket folder of its own."""
+class Server(testing.Server):
+    """``fastdeploy serve`` with ``flags``, which checks its own integrity. settings: of fastdeploy.testing.Server."""
 
-    command = "serve"
+    words: tuple[str, ...] = ("fastdeploy.entrypoints.cli", "serve")
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words behind ``python -m``, before the flags."""
-        return ("fastdeploy.entrypoints.cli", self.command)
-
-    def __init__(self, *flags: str):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.ipc_root = Path(tempfile.mkdtemp(prefix="fd-e2e-"))
-        self.log_path = self.ipc_root.with_suffix(".log")
-        self._log = self.log_path.open("wb")
+    def __init__(self, *flags: str, **settings: Any):
+        command = [sys.executable, "-m", *self.words, *flags]
+        super().__init__(command, environment={"FASTDEPLOY_CHECK_INTEGRITY": "1"}, **settings)
         # Each call has a connection of its own, so that any API server may get it.
         self.http = httpx.Client(base_url=self.url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))
-        command = [sys.executable, "-m", *self.words, "--port", str(self.port), *flags]
-        own = {"FASTDEPLOY_IPC_ROOT": str(self.ipc_root), "FASTDEPLOY_CHECK_INTEGRITY": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **own}
-        )
-
-    def wait_ready(self, seconds: float = 60.0) -> Server:
-        def ready() -> bool:
-            assert self.process.poll() is None, self.log()
-            try:
-                return self.get("/ready", timeout=30).status == 200
-            except httpx.TransportError:
-                return False
-
-        try:
-            until(ready, seconds, "ready")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log()}") from error
-        return self
-
-    def __enter__(self) -> Server:
-        return self.wait_ready()
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.close()
 
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")[-4000:]
-
-    # ---------------------------------------------------------------- processes
-
-    def pids(self, of: str) -> list[int]:
-        """Return the processes of this server whose command line contains ``of``."""
-        return [p for p in descendants(self.process.pid) if of in _cmdline(p)]
+    def close(self) -> None:
+        self.http.close()
+        super().close()
 
     @property
     def engine_pid(self) -> int:
@@ -187,28 +123,7 @@ class Server:
         return self.pids("entrypoints.api_server")
 
     def leftovers(self) -> list[str]:
-        return [str(p) for p in self.ipc_root.iterdir()]
-
-    def stop(self, how: int = signal.SIGTERM, seconds: float = 30.0) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        code = self.process.wait(seconds)
-        self._log.close()
-        return code
-
-    def kill_everything(self) -> None:
-        """Kill all processes that a test left."""
-        for pid in [*descendants(self.process.pid), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
-
-    def remove(self) -> None:
-        """Kill all processes that a test left, and delete the server's files."""
-        self.kill_everything()
-        self.http.close()
-        shutil.rmtree(self.ipc_root, ignore_errors=True)
-        self.log_path.unlink(missing_ok=True)
+        return [str(p) for p in self.ipc.iterdir()]
 
     # ---------------------------------------------------------------- HTTP
 
@@ -303,10 +218,3 @@ class LiveStream(threading.Thread):
     def wait_end(self, seconds: float = 60.0) -> LiveStream:
         assert self.ended.wait(seconds), f"the stream has no end after {seconds} s"
         return self
-
-
-def _cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lib.tensors import perturbed_copy
 from e2e.conversations import CONVERSATIONS, HARD, MILD, Trial, troubles
 from e2e.fleet_server import KINDS, server_of
 from examples.agent_grpo.start_policy import START_POLICY
+from fastdeploy.testing.tensors import perturbed_copy
 from support.search import TIMES
 
 FLAGS = ("--model", str(START_POLICY), "--max-num-seqs", "16", "--num-gpu-blocks-override", "4096")

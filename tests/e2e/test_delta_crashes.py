@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from e2e.delta_trainer_child import Checkpoint, bits_of
-from e2e.server import PROMPT, SMALL, Server, alive, until
+from e2e.server import PROMPT, SMALL, Server, until
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.loading import load_runner
-from support.checkpoints import write_safetensors
+from fastdeploy.testing.process import is_alive
+from fastdeploy.testing.tensors import write_safetensors
 
 TRAINER = Path(__file__).with_name("delta_trainer_child.py")
 SETTINGS = {"max_num_seqs": 4, "num_gpu_blocks_override": 256}
@@ -77,7 +78,7 @@ class Crashes:
         os.kill(pid, signal.SIGKILL)
         self._seen[f"{victim} killed"] += 1
         if victim != "trainer":
-            until(lambda: not alive(pid), 20, "the process is dead")
+            until(lambda: not is_alive(pid), 20, "the process is dead")
             until(lambda: self._server.pids("engine_main") and self._server.api_pids, 60, "another process")
 
     def compare_with_a_whole_load(self) -> None:

@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
-from e2e.server import Server, free_port
+from e2e.server import Server
 from fastdeploy.entrypoints.cli.main import main
+from fastdeploy.testing.process import free_port
 
 KEY = "a-key-of-the-command-line"
 METRICS_PORT = free_port()
@@ -27,13 +28,11 @@ FLAGS = (
 class FastDeployServer(Server):
     """The server as FastDeploy's users start it."""
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        return ("fastdeploy.entrypoints.openai.api_server",)
+    words = ("fastdeploy.entrypoints.openai.api_server",)
 
-    def wait_ready(self, seconds: float = 60.0) -> Server:
+    def __init__(self, *flags: str):
+        super().__init__(*flags, key=KEY)
         self.http.headers["Authorization"] = f"Bearer {KEY}"
-        return super().wait_ready(seconds)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ import openai
 import pytest
 
 from e2e.fleet_server import FleetServer, Gateway
-from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, until
 from fastdeploy.core.errors import NotLeader
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.sync_client import SyncRolloutClient
+from fastdeploy.testing.process import free_port, is_alive
 from rl.embedded_weights import embedded_weights
 
 NAMES = ["replica-0", "replica-1"]
@@ -74,7 +75,7 @@ def start_streams(fleet: FleetServer, num: int, tokens: int = LONG) -> list[Live
 def kill_gateway(fleet: FleetServer) -> None:
     pid = fleet.gateway_pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), 20, "the gateway is gone")
+    until(lambda: not is_alive(pid), 20, "the gateway is gone")
 
 
 def assert_whole(streams: list[LiveStream], undisturbed: Callable[[int], list[int]]) -> None:
@@ -128,7 +129,7 @@ def test_a_gateway_that_is_stopped_is_replaced_and_the_hold_outlives_it():
         old = fleet.gateway_pid
         assert fleet.post("/v1/pause", {"mode": "keep", "hold_id": "trainer"}).result["is_paused"]
         os.kill(old, signal.SIGSTOP)
-        until(lambda: not alive(old), 60, "the stopped gateway is killed")
+        until(lambda: not is_alive(old), 60, "the stopped gateway is killed")
         assert_held(fleet, old)
         assert "killing gateway: its process was silent for 6 s" in fleet.log()
 
@@ -212,7 +213,7 @@ def test_streams_of_a_replica_that_is_killed_or_stopped_go_on_elsewhere(how, und
         replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
         os.killpg(replica, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         assert_whole(streams, undisturbed)
-        until(lambda: not alive(replica) and not alive(engine), 20, "the old processes are gone")
+        until(lambda: not is_alive(replica) and not is_alive(engine), 20, "the old processes are gone")
         until(lambda: fleet.engine_of("replica-1") not in (None, engine), 20, "there is a new engine")
         fleet.wait_members(2)
 
@@ -226,7 +227,7 @@ def test_a_replica_of_which_only_the_api_server_runs_on_is_replaced(undisturbed)
         for pid in (replica, engine):
             os.kill(pid, signal.SIGSTOP)
         assert_whole(streams, undisturbed)
-        until(lambda: not alive(replica) and not alive(engine), 20, "the old processes are gone")
+        until(lambda: not is_alive(replica) and not is_alive(engine), 20, "the old processes are gone")
         until(lambda: fleet.engine_of("replica-1") not in (None, engine), 20, "there is a new engine")
         fleet.wait_members(2)
 
@@ -280,7 +281,7 @@ def test_replicas_are_added_and_removed_under_load(fleet, undisturbed):
     until(lambda: fleet.replicas().get(name, {}).get("state") == "member", 60, "the new replica is a member")
     pid = fleet.replica_pid(name)
     assert fleet.post("/v1/replicas/remove", {"name": name}).result["state"] == "removed"
-    until(lambda: not alive(pid), 30, "its process has ended")
+    until(lambda: not is_alive(pid), 30, "its process has ended")
     assert list(fleet.replicas()) == NAMES
     assert_whole(streams, undisturbed)
 
@@ -293,11 +294,11 @@ def test_a_stop_ends_everything_and_leaves_nothing(how):
         streams = start_streams(fleet, 2, tokens=3900)
         pids = fleet.pids("fastdeploy.entrypoints")
         assert len(pids) == 1 + 2 * 3, "a gateway, and an engine and an API server for each replica"
-        assert fleet.stop(how, seconds=20) == 0, fleet.log()
+        assert fleet.stop(how, timeout_s=20) == 0, fleet.log()
         for one in streams:
             one.wait_end(30)
             assert one.finals == ["abort"] and one.done_seen, (one.finals, one.error)
-        assert not [pid for pid in pids if alive(pid)]
+        assert not [pid for pid in pids if is_alive(pid)]
         assert fleet.leftovers() == []
     assert set(os.listdir("/dev/shm")) <= shared_before
 
@@ -306,8 +307,8 @@ def test_a_stop_ends_everything_and_leaves_nothing(how):
 def test_a_killed_parent_ends_everything():
     with FleetServer(2, *SMALL) as fleet:
         pids = fleet.pids("fastdeploy.entrypoints")
-        fleet.process.kill()
-        until(lambda: not [pid for pid in pids if alive(pid)], 20, "all processes are gone")
+        fleet.send_signal(signal.SIGKILL)
+        until(lambda: not [pid for pid in pids if is_alive(pid)], 20, "all processes are gone")
         until(lambda: fleet.leftovers() == [], 30, "the socket folder is gone")
 
 
@@ -346,7 +347,7 @@ def test_keys_guard_the_gateway_and_the_replicas(tmp_path: Path):
             reply: Any = fleet.http.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"})
             assert reply.status_code == 401
         assert fleet.post("/v1/pause", {"mode": "keep"}).result["is_paused"]
-        for pid in [fleet.process.pid, *fleet.pids("fastdeploy")]:
+        for pid in [fleet.pid, *fleet.pids("fastdeploy")]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             assert key.read_bytes() not in command
 
@@ -355,5 +356,5 @@ class FleetServerWithKey(FleetServer):
     """A fleet with a control key, which all calls show."""
 
     def __init__(self, key: Path):
-        super().__init__(2, *SMALL, "--control-key", str(key))
+        super().__init__(2, *SMALL, "--control-key", str(key), key=key.read_text())
         self.http.headers["Authorization"] = f"Bearer {key.read_text()}"

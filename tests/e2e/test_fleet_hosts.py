@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from e2e.fleet_server import Gateway
-from e2e.server import PROMPT, SMALL, Server, free_port, halves, until
+from e2e.server import PROMPT, SMALL, Server, halves, until
+from fastdeploy.testing.process import free_port
 from frameworks.adapters import adapter_folder
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ class Host:
     def close(self) -> None:
         self.engine.close()
         self.api.close()
-        self.server.remove()
+        self.server.close()
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +306,7 @@ def test_a_wrong_key_and_an_address_where_nobody_listens_are_shown(hosts, tmp_pa
         assert {replica["state"] for replica in gateway.replicas().values()} == {"starting"}
         assert gateway.get("/ready").status == 503
     finally:
-        gateway.remove()
+        gateway.close()
 
 
 def named(gateway: Gateway) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, shared_memory, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, in_background, shared_memory, until
+from fastdeploy.testing.process import is_alive
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def stuck_engine(server):
     os.kill(stuck, signal.SIGSTOP)
     yield stream
     stream.wait_end(20)
-    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
+    until(lambda: not is_alive(stuck), 20, "the stuck engine is gone")
     server.wait_ready()
 
 
@@ -184,11 +185,11 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(i
 def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
     with stuck_engine(server) as stream:
-        os.kill(server.process.pid, signal.SIGSTOP)  # no new engine starts before /health was asked
+        os.kill(server.pid, signal.SIGSTOP)  # no new engine starts before /health was asked
         assert "silent for 2 s" in stream.wait_end(20).error["message"]
         health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 30, "/health is 503")
         assert "silent" in health["reason"]
-        os.kill(server.process.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
@@ -214,10 +215,10 @@ def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server
         server.post("/v1/pause", {"mode": "keep"})
     pids = [server.engine_pid, *server.api_pids]
     shared = shared_memory(pids)
-    assert server.stop(how, seconds=20) == 0
+    assert server.stop(how, timeout_s=20) == 0
     stream.wait_end(30)
     assert stream.finals == ["abort"] and stream.done_seen, (stream.finals, stream.error, len(stream.tokens))
-    assert not [p for p in pids if alive(p)]
+    assert not [p for p in pids if is_alive(p)]
     assert server.leftovers() == []
     assert not [path for path in shared if os.path.exists(path)]
 
@@ -225,8 +226,8 @@ def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server
 def test_a_killed_supervisor_ends_all_its_processes(start_server):
     server = start_server("--workers", "2")
     pids = [server.engine_pid, *server.api_pids]
-    server.process.kill()
-    until(lambda: not [p for p in pids if alive(p)], 20, "all children are gone")
+    server.send_signal(signal.SIGKILL)
+    until(lambda: not [p for p in pids if is_alive(p)], 20, "all children are gone")
     until(lambda: server.leftovers() == [], 30, "the socket folder is gone")
 
 
@@ -234,9 +235,9 @@ def test_a_killed_supervisor_ends_all_its_processes(start_server):
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_an_error(start_server):
     server = start_server()
     end = time.monotonic() + 100
-    while server.process.poll() is None and time.monotonic() < end:
+    while server.poll() is None and time.monotonic() < end:
         for pid in server.pids("fastdeploy.entrypoints.engine_main"):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-    assert server.process.poll() not in (None, 0)
+    assert server.poll() not in (None, 0)
     assert server.leftovers() == []

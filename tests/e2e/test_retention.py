@@ -88,7 +88,7 @@ def answer_of_the_new_engine(server: Server, fields: dict) -> Reply:
 
 
 def test_after_the_death_of_the_engine_a_retained_result_is_lost_and_not_computed_again(start_server):
-    server = start_server("--workers", "2").wait_ready()
+    server = start_server("--workers", "2")
     server.post("/v1/completions", body("ended", max_tokens=5)).ok()
     running = send(server, body("running"))
     until(lambda: tokens_made(server) > 20, 30, "the request runs")

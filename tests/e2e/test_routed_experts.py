@@ -16,7 +16,8 @@ import pytest
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, LiveStream, Server, until
 from fastdeploy.rl.client import RolloutClient
-from support.checkpoints import SPECS, prompt, write_checkpoint
+from fastdeploy.testing.checkpoints import write_checkpoint
+from support.specs import SPECS, prompt
 
 SPEC = SPECS["qwen3_moe"]  # three layers: the second one is dense
 LAYERS, EXPERTS, TOP_K = 3, SPEC.experts, 2
@@ -121,10 +122,10 @@ async def test_the_clients_rows_of_aborted_attempts_are_those_of_an_undisturbed_
 def test_a_dense_model_has_no_routing_to_return():
     server = Server(*SMALL, "--enable-return-routed-experts")
     try:
-        until(lambda: server.process.poll() is not None, 60, "the server ends")
-        assert server.process.returncode != 0 and "enable-return-routed-experts" in server.log()
+        until(lambda: server.poll() is not None, 60, "the server ends")
+        assert server.poll() != 0 and "enable-return-routed-experts" in server.log()
     finally:
-        server.remove()
+        server.close()
 
 
 def test_the_rows_of_a_stream_in_a_fleet_are_those_of_a_run_alone_though_its_engine_is_killed(moe, tmp_path):

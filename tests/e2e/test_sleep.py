@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, in_background, until
+from fastdeploy.testing.process import is_alive
 
 # Loaded by Python at the start of each process of the server: a write to the folder of sleeping weights hangs.
 HANGING_DISK = """
@@ -54,7 +55,7 @@ def test_an_engine_whose_sleep_hangs_in_a_write_answers_calls_and_its_death_ends
     reply = sleeping.result(20)
     assert reply.status == 503 and reply.json["error"]["code"] == "engine_dead"
     stream.wait_end()
-    assert not alive(engine)
+    assert not is_alive(engine)
     server.wait_ready()
     status = server.get("/v1/is_paused").result
     assert status["boot_id"] != boot and not status["holds"]

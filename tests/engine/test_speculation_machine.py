@@ -20,12 +20,13 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.testing.checkpoints import write_checkpoint
 from support import search
 from support.adapters import simple, write_adapter
-from support.checkpoints import SPECS, prompt, write_checkpoint
 from support.drafters import adversary
 from support.harness import Harness
 from support.replays import LONGEST, Outcome, Recorder, SteppedRunner, outcome, replay
+from support.specs import SPECS, prompt
 
 NUM_WEIGHTS, MOST_DRAFTS = 3, 20  # more drafts than a step or a request has room for
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24}

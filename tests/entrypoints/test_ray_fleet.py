@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.server import SMALL, alive, free_port, until
+from e2e.server import SMALL, until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
@@ -23,6 +23,7 @@ from fastdeploy.entrypoints.ray_launcher import RayConfig, RayLauncher
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.testing.process import free_port, is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.anyio]
 TESTS = Path(__file__).parents[1]
@@ -113,7 +114,7 @@ async def test_replicas_have_names_and_the_key_and_end_with_the_fleet(cluster):
         assert await follower.launcher.add() == "replica-1"
         placements = await follower.until(names("replica-0", "replica-1"))
         pids += [pid_of(placement) for placement in placements.values()]
-    until(lambda: not any(map(alive, pids)), WAIT_S, "the processes have ended")
+    until(lambda: not any(map(is_alive, pids)), WAIT_S, "the processes have ended")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ async def test_a_replica_that_is_lost_comes_back_under_its_name(cluster, how):
             await follower.launcher.restart("replica-0", "it is silent")
         placements = await follower.until(lambda placements: pid_of(placements["replica-0"]) != pid)
         assert placements.keys() == old.keys() and pid_of(placements["replica-1"]) == old["replica-1"]
-        until(lambda: not alive(pid) and not alive(actor), WAIT_S, "the lost processes have ended")
+        until(lambda: not is_alive(pid) and not is_alive(actor), WAIT_S, "the lost processes have ended")
 
 
 async def test_the_next_gateway_finds_the_replicas(cluster):
@@ -185,7 +186,7 @@ async def test_a_node_that_comes_gets_the_replica_that_waits_and_one_that_goes_g
         cluster.remove_node(node, allow_graceful=False)
         placements = await follower.until(lambda placements: pid_of(placements[waited.name]) != pid_of(waited))
         assert len(placements) == 3 and parent_of(parent_of(pid_of(placements[waited.name]))) == raylet_of(spare)
-        until(lambda: not alive(pid_of(waited)), WAIT_S, "the replica of the lost node has ended")
+        until(lambda: not is_alive(pid_of(waited)), WAIT_S, "the replica of the lost node has ended")
     cluster.remove_node(spare)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from e2e.server import alive, until
+from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
@@ -20,6 +20,7 @@ from fastdeploy.entrypoints.cli import main
 from fastdeploy.entrypoints.ray_launcher import RayConfig
 from fastdeploy.entrypoints.ray_replica import FAILED, FastDeployReplica, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.testing.process import is_alive
 
 pytestmark = pytest.mark.anyio
 TESTS = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ async def test_an_actor_serves_once_it_has_the_key_which_is_on_no_command_line(a
     assert int(digits) == len(KEY) and KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert KEY not in repr(vars(actor))
     await actor.stop()
-    assert not alive(int(pid)) and (await actor.status(status.change)).placement is None
+    assert not is_alive(int(pid)) and (await actor.status(status.change)).placement is None
 
 
 async def test_a_host_without_the_model_is_named(actor):
@@ -91,7 +92,7 @@ async def test_the_replica_dies_with_its_actor():
     os.kill(pid, signal.SIGSTOP)
     process.kill()
     await process.wait()
-    until(lambda: not alive(pid), WAIT_S, "the replica has ended")
+    until(lambda: not is_alive(pid), WAIT_S, "the replica has ended")
 
 
 async def test_a_replica_that_is_stopped_is_killed_and_its_actor_ends(monkeypatch):
@@ -101,7 +102,7 @@ async def test_a_replica_that_is_stopped_is_killed_and_its_actor_ends(monkeypatc
     await actor.start({"FASTDEPLOY_FLEET_KEY": KEY})
     pid = int((await asyncio.wait_for(actor.status(1), WAIT_S)).placement.host.partition(",")[0])
     assert await asyncio.wait_for(ends.get(), WAIT_S) == FAILED
-    assert not alive(pid) and (await actor.status(2)).placement is None
+    assert not is_alive(pid) and (await actor.status(2)).placement is None
 
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -16,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.server import alive, descendants, until
+from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child, EventPipe, EventReader
 from fastdeploy.entrypoints.process_tree import bind, url_of
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.testing.process import descendants, is_alive
 
 TESTS = Path(__file__).parents[1]
 ALIVE = {"event": "alive"}
@@ -124,7 +125,7 @@ def test_a_replica_whose_processes_are_stopped_is_killed_as_a_whole(replica):
     assert len(processes) == 3, "a supervisor, an engine and an API server"
     os.killpg(one.child.pid, signal.SIGSTOP)
     one.child.kill()
-    until(lambda: not any(map(alive, processes)), 20, "all are gone")
+    until(lambda: not any(map(is_alive, processes)), 20, "all are gone")
 
 
 def test_the_death_of_the_supervisor_alone_ends_the_rest_when_it_is_reaped(replica):
@@ -134,7 +135,7 @@ def test_the_death_of_the_supervisor_alone_ends_the_rest_when_it_is_reaped(repli
     os.kill(one.child.pid, signal.SIGKILL)
     select.select([one.child.pidfd], [], [], 20)
     one.child.kill()  # as reap does
-    until(lambda: not any(map(alive, processes)), 20, "all are gone")
+    until(lambda: not any(map(is_alive, processes)), 20, "all are gone")
 
 
 def test_a_model_that_is_refused_is_told_with_the_reason(replica):

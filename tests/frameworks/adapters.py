@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fastdeploy.testing.checkpoints import Spec
 from support.adapters import simple, write_adapter
-from support.checkpoints import Spec
 
 EMBEDDED = Spec("embedded", tied=True, head_dim=64, hidden=128, inner=384, layers=4, heads=4, kv_heads=2, vocab=272)
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from e2e.server import SMALL, Server
+from fastdeploy.testing.checkpoints import write_checkpoint
 from frameworks.conftest import ROOT, run_child
-from support.checkpoints import SPECS, prompt, write_checkpoint
+from support.specs import SPECS, prompt
 
 SLIME = os.environ.get("SLIME") or str(ROOT / ".venv-frameworks" / "slime")
 pytestmark = pytest.mark.slow

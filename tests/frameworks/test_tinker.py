@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from e2e.fleet_server import server_of
-from e2e.server import SMALL, Server, free_port, until
+from e2e.server import SMALL, Server, until
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.process import free_port
 from frameworks.conftest import PYTHON, run_child
 
 pytestmark = pytest.mark.slow

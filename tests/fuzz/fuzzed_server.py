@@ -24,7 +24,8 @@ class FuzzedServer:
     def __init__(self, folder: Path):
         self.folder = folder
         flags = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "512", "--model-root", str(folder))
-        self.server = Server(*flags, "--model-root", str(MODEL_DIR)).wait_ready()
+        self.server = Server(*flags, "--model-root", str(MODEL_DIR))
+        self.server.wait_ready()
         self.url = self.server.url
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self._boot_id = self._health()["boot_id"]
@@ -57,23 +58,9 @@ class FuzzedServer:
 
     def restore(self) -> None:
         """Undo the legal effects of calls, and check that the server is as before."""
-        assert self.http.post("/v1/abort_requests", json={"abort_all": True}).status_code == 200
-        self.http.post("/v1/weights/abort", json={})
-        if self._weights_info()["asleep"]:
-            assert self.http.post("/v1/wakeup").status_code == 200
-        if any(hold["id"] == "republish" for hold in self._holds()):
-            self._publish_original()
-        for hold in self._holds():
-            adapter = {"lora_name": name} if (name := hold["scope"].removeprefix("adapter:")) != hold["scope"] else {}
-            reply = self.http.post("/v1/resume", json={"hold_id": hold["id"], **adapter})
-            assert reply.status_code == 200, (hold, reply.text)
-        assert not self._holds()
-        for known in self.http.get("/v1/adapters").json()["result"]["adapters"]:
-            reply = self.http.post("/v1/adapters/unload", json={"lora_name": known["lora_name"]})
-            assert reply.status_code == 200, (known, reply.text)
-        if self._weights()["checksum"] != self._checksum:
-            self._publish_original()
-            assert self._weights()["checksum"] == self._checksum
+        self.server.reset()
+        assert not self._holds() and not self.http.get("/v1/adapters").json()["result"]["adapters"]
+        assert self._weights()["checksum"] == self._checksum
         assert self._continuation() == self._tokens
         self.check_alive()
 
@@ -82,8 +69,7 @@ class FuzzedServer:
 
     def close(self) -> None:
         self.http.close()
-        self.server.stop()
-        self.server.kill_everything()
+        self.server.close()
 
     def _health(self) -> dict[str, Any]:
         reply = self.http.get("/health")
@@ -101,10 +87,6 @@ class FuzzedServer:
     def _holds(self) -> list[dict[str, Any]]:
         status = self.http.get("/v1/is_paused").json()["result"]
         return [hold for scope in (status, *status["scopes"]) for hold in scope["holds"]]
-
-    def _publish_original(self) -> None:
-        reply = self.http.post("/v1/update_weights", json={"model_path": str(MODEL_DIR)})
-        assert reply.status_code == 200, reply.text
 
     def _continuation(self) -> list[int]:
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "ignore_eos": True}

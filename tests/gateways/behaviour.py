@@ -74,7 +74,7 @@ def check_lost_and_found_server(module: str, register: Any, *more: str) -> None:
         gateway = stack.enter_context(Gateway(module, [first, second], *more))
         streams = [BrokenStream(gateway.url) for _ in range(2)]
         until(lambda: all(stream.tokens > 5 for stream in streams), 60, "both streams run")
-        second.kill_everything()
+        second.kill()
         until(lambda: any(stream.ended.is_set() for stream in streams), 60, "a stream ends")
         broken = next(stream for stream in streams if stream.ended.is_set())
         assert 0 < broken.tokens < LONG, "the gateway went on from the tokens"

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from e2e.server import PROMPT, Server, free_port, until
+from e2e.server import PROMPT, Server, until
+from fastdeploy.testing.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("GATEWAYS_PYTHON") or str(ROOT / ".venv-gateways" / "bin" / "python")

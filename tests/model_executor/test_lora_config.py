@@ -11,7 +11,7 @@ from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.model_executor import lora_config
 from fastdeploy.model_executor.lora_config import Modules, read_lora_config
 from support.adapters import ALL, shapes_of
-from support.checkpoints import SPECS
+from support.specs import SPECS
 from support.torch_adapters import config_fields, settings
 
 LINEARS = tuple(sorted(shapes_of(SPECS["qwen3_wide"])))

@@ -9,7 +9,8 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.models import MAX_CONFIG_BYTES, load_config, parse_config
-from support.checkpoints import SPECS, config_json
+from fastdeploy.testing.checkpoints import config_json
+from support.specs import SPECS
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 LLAMA, ERNIE = config_json(SPECS["llama"]), config_json(SPECS["ernie"])

@@ -16,7 +16,8 @@ from fastdeploy.model_executor import lora_config
 from fastdeploy.model_executor.lora import _parse_config
 from fastdeploy.model_executor.lora_config import Modules, read_lora_config
 from fastdeploy.model_executor.models import load_config, parse_config, read_eos_token_ids
-from support.checkpoints import SPECS, config_json
+from fastdeploy.testing.checkpoints import config_json
+from support.specs import SPECS
 
 HUGE = "9" * 5000
 ODD = [

@@ -34,8 +34,10 @@ from fastdeploy.model_executor.safetensors_source import (
     open_source,
     read_checksums,
 )
-from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import to_bfloat16, write_safetensors
 from support.search import examples
+from support.specs import SPECS
 
 SPEC = SPECS["qwen2_tied"]
 SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}
@@ -71,10 +73,10 @@ def test_tensors_come_out_of_a_folder_as_they_were_written(shards, tmp_path):
 
 def test_bfloat16_is_read_as_bits_and_float16_is_widened(tmp_path):
     values = np.array([[1.5, -2.25], [3e-5, 7.0]], np.float32)
-    tensors = {"b": bfloat16_bits(values), "h": values.astype(np.float16), "f": values}
+    tensors = {"b": to_bfloat16(values), "h": values.astype(np.float16), "f": values}
     with open_source(_file(tmp_path / "x", tensors)) as reader:
         assert reader.read("b").dtype == np.uint16
-        assert np.array_equal(reader.read("b"), bfloat16_bits(values))
+        assert np.array_equal(reader.read("b"), to_bfloat16(values))
         assert np.array_equal(reader.read("h"), values.astype(np.float16).astype(np.float32))
 
 
@@ -174,7 +176,7 @@ def test_a_header_is_bounded(tmp_path):
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_a_checksum_is_that_of_the_bytes_in_the_source(kind, tmp_path):
     values = np.linspace(-3, 5, 60, dtype=np.float32).reshape(6, 10)
-    stored = bfloat16_bits(values) if kind == "bfloat16" else values.astype(kind)
+    stored = to_bfloat16(values) if kind == "bfloat16" else values.astype(kind)
     right = hashlib.sha256(stored.tobytes()).hexdigest()
     with open_source(_file(tmp_path / "x", {"w": stored})) as reader:
         assert reader.read("w", right).shape == reader.read("w", right.upper()).shape == (6, 10)
@@ -231,7 +233,7 @@ def test_a_damaged_header_is_refused_or_read(tmp_path):
 def test_a_tensor_that_is_not_finite_is_refused_by_name(kind, value, tmp_path):
     values = np.ones((3, 700_000), np.float32)  # the last of several pieces
     values[2, -1] = value
-    stored = bfloat16_bits(values) if kind == "bfloat16" else values.astype(kind)
+    stored = to_bfloat16(values) if kind == "bfloat16" else values.astype(kind)
     with open_source(_file(tmp_path / "x", {"fine": stored[:2], "diverged": stored})) as reader:
         assert reader.read("fine").shape == (2, 700_000)
         with pytest.raises(WeightUpdateRefused, match="diverged.* not finite"):

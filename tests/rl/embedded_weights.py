@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.lib.tensors import float32_tensors
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.tensors import float32_tensors
 
 
 def embedded_weights() -> dict[str, np.ndarray]:

@@ -19,9 +19,10 @@ from e2e.server import Server, until
 from fastdeploy.core.serving_dtype import dtype_of, in_dtype
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.sync_client import SyncRolloutClient
+from fastdeploy.testing.checkpoints import write_checkpoint
 from rl.embedded_weights import embedded_weights
 from rl.real_server import Wire
-from support.checkpoints import SPECS, write_checkpoint
+from support.specs import SPECS
 from worker.new_weights import new_tensors
 from worker.test_mixture_updates import of_transformers
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from support.checkpoints import Spec, bfloat16_bits, random_tensors, write_safetensors
+from fastdeploy.testing.checkpoints import Spec, random_tensors
+from fastdeploy.testing.tensors import to_bfloat16, write_safetensors
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -80,7 +81,7 @@ def write_adapter(
     if tensors is None:
         store = {"float32": np.float32, "float16": np.float16, "bfloat16": None}[adapter.dtype]
         tensors = {
-            name: bfloat16_bits(array) if store is None else array.astype(store)
+            name: to_bfloat16(array) if store is None else array.astype(store)
             for name, array in adapter_tensors(spec, adapter).items()
         }
     write_safetensors(folder / "adapter_model.safetensors", tensors)

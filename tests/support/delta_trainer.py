@@ -10,9 +10,11 @@ import pytest
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.runner import Staging
 from fastdeploy.core.weight_source import FileSource, PartFormat
+from fastdeploy.testing.checkpoints import random_tensors
+from fastdeploy.testing.tensors import write_safetensors
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, random_tensors, write_safetensors
 from support.deltas import State, changed, checksums_of, over_all_of, state_of, write_delta
+from support.specs import SPECS
 
 
 class Trainer:

@@ -12,7 +12,7 @@ from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.core.weight_source import FileSource, PartFormat
-from support.checkpoints import bfloat16_bits, write_safetensors
+from fastdeploy.testing.tensors import to_bfloat16, write_safetensors
 
 State = dict[str, np.ndarray]
 
@@ -20,7 +20,7 @@ State = dict[str, np.ndarray]
 def state_of(tensors: Mapping[str, np.ndarray], dtype: str) -> State:
     """Return float32 tensors in the dtype in which an engine of ``dtype`` serves each."""
     return {
-        name: bfloat16_bits(array) if dtype_of(name, dtype) == "bfloat16" else array for name, array in tensors.items()
+        name: to_bfloat16(array) if dtype_of(name, dtype) == "bfloat16" else array for name, array in tensors.items()
     }
 
 
@@ -45,7 +45,7 @@ def changed(state: State, rng: np.random.Generator, share: float, names: Iterabl
         flat = array.reshape(-1)
         index = np.flatnonzero(rng.random(flat.size) < share)
         moved = (widened(flat[index]) * rng.uniform(0.6, 1.4, index.size)).astype(np.float32)
-        flat[index] = bfloat16_bits(moved) if flat.dtype == np.uint16 else moved
+        flat[index] = to_bfloat16(moved) if flat.dtype == np.uint16 else moved
         new[name] = array
     return new
 

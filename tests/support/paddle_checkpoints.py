@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from support.checkpoints import (
-    BFLOAT16,
-    Spec,
-    bfloat16_bits,
-    config_json,
-    is_bfloat16,
-    random_tensors,
-    write_safetensors,
-)
+from fastdeploy.testing.checkpoints import BFLOAT16, Spec, config_json, is_bfloat16, random_tensors
+from fastdeploy.testing.tensors import DTYPES, to_bfloat16, write_safetensors
 
 Tensors = dict[str, np.ndarray]
 FASTDEPLOY = {"ernie4_5": "ernie", "ernie4_5_moe": "ernie", "qwen2": "qwen2"}  # prefixes of its models
@@ -28,7 +21,7 @@ EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(\w+)\.weight")
 def stored(spec: Spec, tensors: Tensors) -> Tensors:
     """float32 -> the spec's dtype; bfloat16 as uint16."""
     if spec.dtype == BFLOAT16:
-        return {name: bfloat16_bits(a) if is_bfloat16(spec, name) else a for name, a in tensors.items()}
+        return {name: to_bfloat16(a) if is_bfloat16(spec, name) else a for name, a in tensors.items()}
     return {name: array.astype(spec.dtype) for name, array in tensors.items()}
 
 
@@ -110,7 +103,7 @@ def write_paddle_checkpoint(
         if kind == "pdparams":
             (folder / file).write_bytes(pickle.dumps(part, protocol=4))
         else:
-            write_safetensors(folder / file, part, **({"uint16": "U16"} if kind == "uint16" else {}))
+            write_safetensors(folder / file, part, DTYPES | ({"uint16": "U16"} if kind == "uint16" else {}))
     if files > 1:
         (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

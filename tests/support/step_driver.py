@@ -17,7 +17,7 @@ from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sequences import Draws
-from support.checkpoints import prompt
+from support.specs import prompt
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from support.checkpoints import prompt
+from support.specs import prompt
 
 
 def solve(folder: Path, prompts: list[str], chat: bool, max_tokens: int, batch: int = 50) -> dict[str, list[Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from e2e.server import free_port, until
+from e2e.server import until
+from fastdeploy.testing.process import free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 JOBS = ("fastdeploy", "fastdeploy-replicas")  # of deploy/prometheus.yml

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.weight_source import FileSource
+from fastdeploy.testing.checkpoints import Spec, write_checkpoint
+from fastdeploy.testing.tensors import write_safetensors
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, Spec, write_checkpoint, write_safetensors
 from support.runner_ops import OPS
+from support.specs import SPECS
 from support.step_driver import outputs
 from support.torch_generation import greedy
 from support.torch_process import TorchProcess

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from support.checkpoints import SPECS, Spec, bfloat16_bits, random_tensors
+from fastdeploy.testing.checkpoints import Spec, random_tensors
+from fastdeploy.testing.tensors import to_bfloat16
+from support.specs import SPECS
 
 SPEC = replace(SPECS["qwen2"], shards=1)
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
@@ -22,7 +24,7 @@ def new_tensors(spec: Spec = SPEC, seed: int = 99) -> Tensors:
 
 def stored(array: np.ndarray, spec: Spec) -> np.ndarray:
     """Return the tensor in the dtype of the checkpoint."""
-    return bfloat16_bits(array) if spec.dtype == "bfloat16" else array
+    return to_bfloat16(array) if spec.dtype == "bfloat16" else array
 
 
 def sha(array: np.ndarray) -> str:

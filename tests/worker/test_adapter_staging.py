@@ -12,9 +12,10 @@ import pytest
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.model_executor import lora_config
+from fastdeploy.testing.tensors import to_bfloat16
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import PREFIX, adapter_tensors, cases, config_of, simple, write_adapter
-from support.checkpoints import SPECS, bfloat16_bits, prompt
+from support.specs import SPECS, prompt
 from support.step_driver import Driver, Sequence, load, sleep, wake
 from support.torch_adapters import adapted_greedy, save_adapter
 
@@ -70,7 +71,7 @@ A, B = adapter_tensors(SPEC, GOOD)[Q_A], adapter_tensors(SPEC, GOOD)[Q_B]
         (Q_B, changed(b=B[:, :, None]), "has shape"),
         (Q_A, changed(a=with_value(A, np.nan)), "not finite"),
         (Q_B, changed(b=with_value(B, np.inf)), "not finite"),
-        (Q_A, changed(a=bfloat16_bits(with_value(A, -np.inf))), "not finite"),
+        (Q_A, changed(a=to_bfloat16(with_value(A, -np.inf))), "not finite"),
         (Q_A, changed(a=A.astype(np.int8)), "dtype I8"),
         (f"{PREFIX}lm_head.lora_A.weight", changed() | {f"{PREFIX}lm_head.lora_A.weight": A}, "no module"),
         ("lm_head.weight", changed() | {"lm_head.weight": A}, "no module"),

@@ -12,10 +12,12 @@ import pytest
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.runner import Staging
 from fastdeploy.core.weight_source import FileSource
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import write_safetensors
 from fastdeploy.worker.model_runner import KV_CACHE, WEIGHT, ModelRunner
-from support.checkpoints import SPECS, random_tensors, write_checkpoint, write_safetensors
 from support.deltas import State, changed, checksums_of, over_all_of, state_of, widened, write_delta
 from support.runner_ops import OPS
+from support.specs import SPECS
 from support.step_driver import outputs, sleep, wake
 
 EVENTS = ["delta"] * 12 + ["full", "partial", "refused", "abandoned", "unseen", "sleep"]

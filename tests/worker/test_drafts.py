@@ -15,8 +15,8 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.sampler import Sampler
 from fastdeploy.worker.sequences import Draws
 from support.adapters import cases, write_adapter
-from support.checkpoints import SPECS, prompt
 from support.runner_ops import with_ops
+from support.specs import SPECS, prompt
 from support.step_driver import Driver, Sequence, fresh, load
 
 VOCAB, COUNT, MOST = 211, 24, 7

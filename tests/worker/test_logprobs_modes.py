@@ -11,7 +11,7 @@ from msgspec import structs
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from support import torch_logprobs
-from support.checkpoints import prompt
+from support.specs import prompt
 from support.step_driver import Driver, Sequence
 
 TOP, STEPS = 4, 10

@@ -12,10 +12,11 @@ import pytest
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource
 from fastdeploy.model_executor.safetensors_source import open_source
-from support.checkpoints import SPECS, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
 from support.delta_trainer import Trainer
 from support.deltas import write_delta
 from support.paddle_checkpoints import stacked, write_paddle_checkpoint
+from support.specs import SPECS
 from support.step_driver import outputs, stage, update
 from support.torch_generation import state_shapes
 from worker.new_weights import Tensors, new_tensors, sha, stored

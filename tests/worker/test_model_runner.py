@@ -12,8 +12,9 @@ from msgspec import structs
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.plan import BlockCopy, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
-from support.checkpoints import SPECS, prompt, write_checkpoint
+from fastdeploy.testing.checkpoints import write_checkpoint
 from support.runner_ops import with_ops
+from support.specs import SPECS, prompt
 from support.step_driver import GREEDY, Driver, Sequence, fresh, sleep, update
 from support.torch_generation import save
 

@@ -18,10 +18,11 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.cpu_library import ISA_NAMES
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import PREFIX, adapter_tensors, cases, simple, write_adapter
-from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
 from support.runner_ops import with_ops
+from support.specs import SPECS, prompt
 from support.step_driver import Driver, Sequence, load, sleep, stage, update, wake
 from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 

@@ -15,8 +15,9 @@ from fastdeploy import LLM
 from fastdeploy.core.plan import NonFinite, StepPlan
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
 from fastdeploy.worker.sampler import Sampler
-from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
+from support.specs import SPECS, prompt
 from support.step_driver import Driver, Sequence, draws_of, fresh
 
 POISON = 200  # a sequence with this token overflows

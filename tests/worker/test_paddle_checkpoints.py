@@ -13,8 +13,10 @@ from fastdeploy import LLM
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FileSource, FolderSource, PartFormat
 from fastdeploy.rl.scoring import Scorer
-from support.checkpoints import SPECS, Spec, config_json, random_tensors, write_checkpoint, write_safetensors
+from fastdeploy.testing.checkpoints import Spec, config_json, random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import write_safetensors
 from support.paddle_checkpoints import paddle_tensors, write_paddle_checkpoint
+from support.specs import SPECS
 from support.step_driver import outputs, stage, update
 from worker.new_weights import new_tensors, sha
 
@@ -128,7 +130,7 @@ def test_a_tensor_that_is_in_two_forms_or_has_too_few_bytes_is_refused(make_runn
     write_safetensors(path, fused | {name: apart[name]})
     with pytest.raises(WeightUpdateRefused, match=r"k_proj.weight: .*has the values of .*qkv_proj.weight"):
         runner.begin_update(True, False).add(FileSource(str(path)), {}, form=form)
-    write_safetensors(path, {name: apart[name][:1]}, float32="U16")
+    write_safetensors(path, {name: apart[name][:1]}, {"float32": "U16"})
     raw = path.read_bytes().replace(b"[1, 48]", b"[64,48]")
     path.write_bytes(raw)
     with pytest.raises(WeightUpdateRefused, match="do not make U16"):

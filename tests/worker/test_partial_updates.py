@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from support.checkpoints import SPECS, random_tensors, write_safetensors
+from fastdeploy.testing.checkpoints import random_tensors
+from fastdeploy.testing.tensors import write_safetensors
+from support.specs import SPECS
 from support.step_driver import outputs, update
 from worker.new_weights import EMBEDDING, KV_B, NORM, SPEC, K, Q, V, new_tensors, stored
 

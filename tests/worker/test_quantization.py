@@ -11,10 +11,12 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.serving_dtype import widen
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import to_bfloat16
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint
 from support.delta_trainer import Trainer
 from support.runner_ops import OPS
+from support.specs import SPECS
 from support.step_driver import outputs, sleep, update, wake
 from worker.new_weights import Tensors, new_tensors
 
@@ -34,7 +36,7 @@ def make(request, checkpoints, tmp_path) -> Make:
 
 
 def bits(tensors: Tensors) -> Tensors:
-    return {name: bfloat16_bits(array) for name, array in tensors.items()}
+    return {name: to_bfloat16(array) for name, array in tensors.items()}
 
 
 def started_with(make: Make, name: str, tensors: Tensors, folder: Path) -> ModelRunner:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy import LLM, SamplingParams
-from support.checkpoints import prompt
+from support.specs import prompt
 
 LENGTH = 40
 PARAMS = {

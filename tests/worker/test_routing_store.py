@@ -13,7 +13,7 @@ from fastdeploy.core.experts import ExpertsInfo
 from fastdeploy.core.plan import BlockCopy
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.routing_store import RoutingStore
-from support.checkpoints import prompt
+from support.specs import prompt
 from support.step_driver import Driver, Sequence, fresh, sleep, wake
 
 INFO = ExpertsInfo(layers=(0, 2), num_layers=3, num_experts=6, top_k=2)

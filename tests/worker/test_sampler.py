@@ -9,7 +9,7 @@ import pytest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.sampler import Sampler, apply_penalties_and_bans
-from support.checkpoints import prompt
+from support.specs import prompt
 from support.step_driver import Driver, Sequence, draws_of, fresh
 
 RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)

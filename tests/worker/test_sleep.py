@@ -20,9 +20,11 @@ from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import to_bfloat16, write_safetensors
 from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from support.specs import SPECS
 from support.step_driver import outputs, sleep, update, wake
 
 MIB = 1 << 20
@@ -58,7 +60,7 @@ def open_files(folder: Path) -> list[str]:
 
 def test_a_partial_update_survives_a_sleep(make_runner, tmp_path):
     runner, name = make_runner("qwen2_bf16"), "model.layers.0.self_attn.k_proj.weight"
-    new = bfloat16_bits(random_tensors(replace(SPECS["qwen2_bf16"], seed=9))[name])
+    new = to_bfloat16(random_tensors(replace(SPECS["qwen2_bf16"], seed=9))[name])
     write_safetensors(tmp_path / "x", {name: new})
     update(runner, FileSource(str(tmp_path / "x")), partial=True)
     before, checksums = outputs(runner), runner.checksums()

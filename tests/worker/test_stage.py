@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from support.checkpoints import SPECS, config_json, random_tensors, write_checkpoint, write_safetensors
+from fastdeploy.testing.checkpoints import config_json, random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import write_safetensors
+from support.specs import SPECS
 from support.step_driver import outputs, stage, update
 
 SPEC = SPECS["qwen3"]

@@ -16,8 +16,10 @@ import pytest
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.weight_source import FileSource, FolderSource, PartFormat, SharedMemorySource
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import to_bfloat16, write_safetensors
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from support.specs import SPECS
 from support.step_driver import outputs, stage, update
 from worker.new_weights import HEAD, SPEC, K, Q, V, new_tensors, stored
 
@@ -60,7 +62,7 @@ def test_float32_tensors_are_rounded_to_nearest_even_on_every_way_in(tensors, ma
     new = new_tensors(spec)
     expected = fresh(spec, new)  # written as bfloat16
     as_sent = {
-        name: array if tensors == "float32" or (tensors == "mixed" and i % 2) else bfloat16_bits(array)
+        name: array if tensors == "float32" or (tensors == "mixed" and i % 2) else to_bfloat16(array)
         for i, (name, array) in enumerate(new.items())
     }
     runner = make_runner("qwen2_bf16")

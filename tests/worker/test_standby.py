@@ -16,10 +16,10 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.blocks import PackedLinear
 from fastdeploy.model_executor.ops.interface import DeltaItem, Region
 from fastdeploy.model_executor.parameters import linear, vector
+from fastdeploy.testing.checkpoints import random_tensors
 from fastdeploy.worker import standby as standby_module
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.standby import MARGIN, StandbyCopy
-from support.checkpoints import random_tensors
 from support.step_driver import outputs, sleep, update, wake
 from worker.new_weights import NORM, SPEC, K, Q, V, new_tensors, sha
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from support.checkpoints import SPECS, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from support.specs import SPECS
 from support.step_driver import outputs, stage, update
 from worker.new_weights import EMBEDDING, HEAD, new_tensors
 

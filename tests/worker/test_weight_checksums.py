@@ -9,7 +9,8 @@ import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.weight_source import FolderSource
-from support.checkpoints import SPECS, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from support.specs import SPECS
 from support.step_driver import outputs, update
 from worker.new_weights import KV_B, SPEC, K, Q, V, new_tensors, sha, stored
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from acceptance.lib.soak.plan import generator, update_kind
-from benchmarks.lib.tensors import float32_tensors
+from fastdeploy.testing.tensors import float32_tensors
 
 NOISE = 0.05  # standard deviation of a changed weight, as a share of its value
 DELTA_SHARE = 0.02  # of the values of each tensor that a delta changes

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from acceptance.lib.soak.policy import Policy
-from benchmarks.lib.tensors import WEIGHTS, to_bfloat16
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
+from fastdeploy.testing.tensors import WEIGHTS, to_bfloat16
 
 
 def main() -> None:

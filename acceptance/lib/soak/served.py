@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.processes import ServerProcess, command_words, send_all
 from fastdeploy.bench.client import Client
+from fastdeploy.testing import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = {
@@ -48,35 +48,37 @@ class Server:
         command += ["--stall-s", "120"]  # an engine that gets no time from a busy machine is not stuck
         command += ["--upload-dir", uploads, "--spill-dir", spill, "--adapter-store", adapters]
         environment = {"FASTDEPLOY_CHECK_INTEGRITY": "1", "TMPDIR": temporary, "PYTHONPATH": python_path()}
-        self._process = ServerProcess(command, folder, environment)
-        self.url, self.log, self.ipc = self._process.url, self._process.log, self._process.ipc
+        self._process = ServerProcess(command, environment, folder / "server.log")
+        self.url, self.log, self.ipc = self._process.url, self._process.log_path, self._process.ipc
         self.client = Client(self.url)
 
     async def wait_ready(self) -> None:
-        await self._process.wait_ready(READY_S)
+        await asyncio.to_thread(self._process.wait_ready, READY_S)
 
     async def close(self) -> list[str]:
         """Stop the server. Return what was wrong with its end: its status, and the files that it has left."""
-        code, _ = await asyncio.to_thread(self._process.stop, 30.0)
+        code = await asyncio.to_thread(self._process.stop)
         left = [str(p) for top in (*self.folders.values(), self.ipc) for p in top.rglob("*")]
         problems = [] if code == 0 else [f"the server ended with status {code}"]
-        problems += [f"processes of the server are left: {self._process.left_over()}"] * bool(self._process.left_over())
+        pids = self._process.processes()
+        problems += [f"processes of the server are left: {pids}"] * bool(pids)
+        self._process.close()
         return problems + [f"the server has left {left[:5]}"] * bool(left)
 
     def kill_all(self) -> None:
-        self._process.kill()
+        self._process.close()
 
     # ------------------------------------------------------------------ processes
 
     def pids(self) -> list[tuple[str, int]]:
         """Return role and id of every process of the server."""
-        words = [(pid, command_words(pid)) for pid in self._process.processes()]
-        return [(role, pid) for pid, command in words for role, module in MODULES.items() if module in command]
+        return [(role, pid) for role, module in MODULES.items() for pid in self._process.pids(module)]
 
     def kill(self, role: str, number: int) -> None:
         """Kill the process ``number`` of a role, without a chance to clean up."""
         if pids := [pid for name, pid in self.pids() if name == role]:
-            send_all([pids[number % len(pids)]], signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pids[number % len(pids)], signal.SIGKILL)
 
     async def whole(self) -> None:
         """Return when all processes are there and an engine answers. Raises TimeoutError."""

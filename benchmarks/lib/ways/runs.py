@@ -6,17 +6,16 @@ import asyncio
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.lib.processes import ServerProcess
 from benchmarks.lib.ways.engine_main import STALE_KV, TIMES_FILE
 from benchmarks.lib.ways.record import RUN, TOKEN_TIMES, Completed, Engine, Way, completed
 from examples.async_grpo.serving import CPU_THREADS
 from fastdeploy.bench.client import Client, ServerError
+from fastdeploy.testing import ServerProcess
 
 TRAINER, CONTROL_TRAINER = "examples.async_grpo", "benchmarks.lib.ways.control_trainer"
 READY_S, STOP_S = 120.0, 30.0
@@ -62,17 +61,12 @@ def run(plan: Plan, way: Way, seed: int, folder: Path) -> None:
     variables = {TIMES_FILE: str(folder.resolve() / TOKEN_TIMES), STALE_KV: str(int(way.stale_kv))}
     variables["FASTDEPLOY_CPU_THREADS"] = CPU_THREADS
     command = [sys.executable, "-m", "benchmarks.lib.ways.engine_main", "serve", *plan.server]
-    with tempfile.TemporaryDirectory(prefix="ways-") as scratch:  # a socket's path must be short
-        server = ServerProcess(command, Path(scratch), variables)
-        try:
-            asyncio.run(server.wait_ready(READY_S))
-            before = counters(server.url)
-            train(plan, way, seed, server.url, folder)
-            after = counters(server.url)
-            server.stop(STOP_S)  # the engine writes its times at its end
-        finally:
-            server.kill()
-            shutil.copy(server.log, folder)
+    with ServerProcess(command, variables, folder / "server.log") as server:
+        server.wait_ready(READY_S)
+        before = counters(server.url)
+        train(plan, way, seed, server.url, folder)
+        after = counters(server.url)
+        server.stop(timeout_s=STOP_S)  # the engine writes its times at its end
     engine = Engine(**{name: after[name] - before[name] for name in COUNTERS})
     (folder / RUN).write_bytes(
         msgspec.json.encode(Completed(way=way, seed=seed, settings=plan.settings, engine=engine))

@@ -36,7 +36,8 @@ def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
     after all flags."""
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     add = parser.add_argument
-    add("--model", metavar="PATH", help="folder of Hugging Face or Paddle; without it the embedded model is served")
+    text = "folder of Hugging Face or Paddle, or qwen3, llama, ernie or moe: tiny models for tests (default: qwen3)"
+    add("--model", metavar="PATH", help=text)
     add("--served-model-name", metavar="NAME", help="the model's name in requests and replies (the folder's name)")
     text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
     add("--model-root", action="append", metavar="PATH", help=text)
@@ -76,18 +77,13 @@ def _comma_list(text: str) -> tuple[str, ...]:
 
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """Return the checked configs of an engine and its API servers. Raises InvalidField, which names a setting."""
-    from fastdeploy.embedded import MODEL_DIR
-
     if args.folder and args.model:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
     if "" in (args.folder, args.model):  # a variable of a script that is not set must not serve the embedded model
         raise InvalidField("model", "expected a folder, got an empty text")
     given_model = args.folder or args.model
-    model = os.path.abspath(given_model or MODEL_DIR)
-    if not os.path.isfile(os.path.join(model, "config.json")):
-        hint = "" if os.path.isdir(model) else "; nothing is downloaded"
-        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}{hint}")
-    name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
+    model, own_name = find_model(given_model)
+    name = args.served_model_name or own_name
     any_path = ["/"] if is_loopback(args.host) else []
     roots = any_path if args.model_root is None else args.model_root
     if args.pull_root:
@@ -109,6 +105,30 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         return {field: given[field] for field in kind.__struct_fields__ if field in given}
 
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
+
+
+def find_model(given: str | None) -> tuple[str, str]:
+    """Return the folder of the model that is given, and the model's name. given: a folder, or a name of a tiny model if
+    there is no such folder; None: the embedded model. Raises InvalidField."""
+    from fastdeploy.embedded import MODEL_DIR
+
+    if given is None:
+        return str(MODEL_DIR), EMBEDDED_NAME
+    model = os.path.abspath(given)
+    if os.path.isfile(os.path.join(model, "config.json")):
+        return model, os.path.basename(model)
+    if os.path.isdir(model):
+        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}")
+    from fastdeploy.testing.models import MODELS, model_folder
+
+    if given not in MODELS:
+        names = ", ".join(MODELS)
+        text = f"expected a folder with a config.json, or one of {names}, got {model!r}; nothing is downloaded"
+        raise InvalidField("model", text)
+    try:
+        return str(model_folder(given)), given
+    except (OSError, ValueError) as error:
+        raise InvalidField("model", f"{given} cannot be written: {error}") from None
 
 
 def read_template(given: str | None) -> str:

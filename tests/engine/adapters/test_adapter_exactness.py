@@ -13,10 +13,11 @@ import pytest
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.testing.checkpoints import write_checkpoint
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import simple, write_adapter
-from support.checkpoints import SPECS, prompt, write_checkpoint
 from support.harness import Harness, Stream
+from support.specs import SPECS, prompt
 from support.torch_adapters import adapted_continuations
 from support.torch_continuations import Case
 

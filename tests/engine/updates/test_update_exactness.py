@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastdeploy.testing.checkpoints import write_checkpoint
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, prompt, write_checkpoint
 from support.harness import Harness, Stream
+from support.specs import SPECS, prompt
 from support.torch_continuations import Case, continuations
 
 LENGTH = 100

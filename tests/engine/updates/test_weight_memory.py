@@ -11,10 +11,11 @@ import pytest
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.testing.checkpoints import write_checkpoint
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.staging import WeightStaging
-from support.checkpoints import SPECS, write_checkpoint
 from support.harness import Harness
+from support.specs import SPECS
 
 
 class WatchedRunner(ModelRunner):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import free_port
 from fastdeploy.entrypoints.cli.bench.serve import _entries
 from fastdeploy.entrypoints.cli.main import main, make_parser
+from fastdeploy.testing.process import free_port
 from support.fake_pause_server import FakeServer
 
 

@@ -33,8 +33,8 @@ SHORT = ["--groups", "2", "--group", "4", "--concurrency", "2", "--updates", "1"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = Settings(**(DEFAULTS | {"concurrency": 4, "group": 4}))
-    with served(settings, tmp_path_factory.mktemp("server") / "server.log") as url:
-        yield url
+    with served(settings, tmp_path_factory.mktemp("server") / "server.log") as server:
+        yield server.url
 
 
 def test_captured_conversations_are_rescored_to_the_bit(url):

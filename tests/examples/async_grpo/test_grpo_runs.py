@@ -26,8 +26,8 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with served(Settings(concurrency=4, group=4), tmp_path_factory.mktemp("server") / "server.log") as url:
-        yield url
+    with served(Settings(concurrency=4, group=4), tmp_path_factory.mktemp("server") / "server.log") as server:
+        yield server.url
 
 
 def command(url: str, out: Path, *flags: str, **options: object) -> list[str]:

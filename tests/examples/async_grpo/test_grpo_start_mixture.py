@@ -42,8 +42,8 @@ def test_the_mixture_answers_nearly_as_the_dense_model_does_and_learns_with_the_
 async def test_answers_of_a_mixture_come_with_experts_that_give_the_server_its_log_probabilities(tmp_path: Path):
     make(tmp_path / "mixture")
     settings = Settings(model=str(tmp_path / "mixture"), group=2, concurrency=1, max_tokens=8)
-    with served(settings, tmp_path / "server.log") as url:
-        async with RolloutClient(url) as client:
+    with served(settings, tmp_path / "server.log") as server:
+        async with RolloutClient(server.url) as client:
             samples, _ = await Curriculum(0).answers(client, settings, *Curriculum(0).draw())
     for one in samples:
         assert one.routed_experts.shape == (len(one.prompt_ids) + len(one.token_ids) - 1, LAYERS, TOP_K)

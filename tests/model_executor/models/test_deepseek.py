@@ -10,7 +10,8 @@ from fastdeploy.model_executor.models import build_model, parse_config
 from fastdeploy.model_executor.models.decoder import yarn_frequencies
 from fastdeploy.model_executor.models.interface import new_kv_cache
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from support.checkpoints import SPECS, config_json
+from fastdeploy.testing.checkpoints import config_json
+from support.specs import SPECS
 
 V3, V2 = config_json(SPECS["deepseek"]), config_json(SPECS["deepseek_v2"])
 # The config of DeepSeek-V3, but for its 8-bit weights.

@@ -9,7 +9,8 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.models import build_model, parse_config
 from fastdeploy.model_executor.models.decoder import read_yarn, rope_frequencies, yarn_frequencies
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from support.checkpoints import SPECS, YARN_ROPE, config_json, random_tensors
+from fastdeploy.testing.checkpoints import config_json, random_tensors
+from support.specs import SPECS, YARN_ROPE
 
 GPT_OSS = config_json(SPECS["gpt_oss"])
 PLAIN = {key: value for key, value in GPT_OSS.items() if key not in ("rope_scaling", "rope_theta")}

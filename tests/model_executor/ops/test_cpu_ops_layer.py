@@ -12,8 +12,9 @@ from fastdeploy.model_executor.models.interface import new_kv_cache
 from fastdeploy.model_executor.ops import cpu
 from fastdeploy.model_executor.ops.blocks import DecoderLayer
 from fastdeploy.model_executor.ops.interface import Routing
+from fastdeploy.testing.checkpoints import config_json, random_tensors
 from model_executor.ops.test_cpu_ops_expert_tensors import rows_of
-from tests.support.checkpoints import SPECS, config_json, random_tensors
+from support.specs import SPECS
 from tests.support.decoder_layers import BLOCK, SHAPES, Layer, make_batch, with_attention
 
 

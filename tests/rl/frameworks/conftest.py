@@ -13,7 +13,5 @@ from e2e.server import Server
 @pytest.fixture(scope="module", params=["serve", pytest.param("fleet", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A test leaves the server with any weights of the embedded model's shapes, under any version, and not paused."""
-    server = server_of(request.param, "--dtype", "float32", "--num-gpu-blocks-override", "2048").wait_ready()
-    yield server
-    server.stop()
-    server.remove()
+    with server_of(request.param, "--dtype", "float32", "--num-gpu-blocks-override", "2048") as server:
+        yield server

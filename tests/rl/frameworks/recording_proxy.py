@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from e2e.server import free_port, until
+from e2e.server import until
+from fastdeploy.testing.process import free_port
 
 
 @dataclass

@@ -79,11 +79,8 @@ def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
     for name in server.replicas() if isinstance(server, FleetServer) else ():
         assert server.ask(name, "/v1/weights?checksums=true")["checksums"] == seen["sha256"], name
         assert server.ask(name, "/v1/weights")["version"] == f"trl-{STEPS}"
-    start = Server("--dtype", "float32").wait_ready()
-    try:
+    with Server("--dtype", "float32") as start:
         untrained = start.get("/v1/weights?checksums=true").result["checksums"]
-    finally:
-        start.stop()
     changed = [name for name, checksum in untrained.items() if checksum != serving["checksums"][name]]
     assert len(changed) == len(untrained), "training changed everything"
     # Samples of the trainer's current weights: its logprobs and the server's differ by rounding only.

@@ -4,6 +4,7 @@ with verl: FRAMEWORKS_PYTHON, or .venv-frameworks, made by `make test-slow`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -28,8 +29,8 @@ def report(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, Any]:
     weights = perturbed(tmp_path_factory.mktemp("weights") / "policy-7") / "model.safetensors"
     flags = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024")
     servers = [FleetServer(2, *flags)] if request.param == "fleet" else [Server(*flags) for _ in range(2)]
-    try:
-        urls = [server.wait_ready().url for server in servers]
+    with contextlib.ExitStack() as started:
+        urls = [started.enter_context(server).url for server in servers]
         child = subprocess.run(
             [PYTHON, str(ROOT / "tests/rl/frameworks/verl_child.py"), str(MODEL_DIR), str(weights), *urls],
             capture_output=True,
@@ -42,9 +43,6 @@ def report(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, Any]:
                 "RAY_DEDUP_LOGS": "0",
             },
         )
-    finally:
-        for server in servers:
-            server.remove()
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(lines[0].removeprefix("RESULT "))

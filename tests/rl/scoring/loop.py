@@ -13,8 +13,8 @@ import paddle
 from fastdeploy.rl.scoring import Scorer
 from fastdeploy.rl.state_encoding import host_tensors, write_folder
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import prompt
 from support.harness import Harness
+from support.specs import prompt
 
 VOCAB = 211
 LONG = prompt(50, VOCAB)

@@ -10,7 +10,7 @@ from fastdeploy.model_executor.models import load_config
 from fastdeploy.model_executor.models.experts import experts_of_config
 from fastdeploy.rl.scoring import Scorer
 from rl.scoring.plain import plain_logprobs
-from support.checkpoints import SPECS
+from support.specs import SPECS
 from support.torch_scoring import scored
 
 VOCAB = 211

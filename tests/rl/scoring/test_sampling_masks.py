@@ -14,7 +14,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.rl.scoring import Scorer
 from fastdeploy.worker.model_runner import ModelRunner
 from rl.scoring.loop import bits
-from support.checkpoints import prompt
+from support.specs import prompt
 from support.step_driver import Driver, Sequence
 
 VOCAB, STEPS, TOP = 211, 12, 64

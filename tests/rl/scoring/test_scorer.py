@@ -10,7 +10,9 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField, NonFiniteLogits, WeightUpdateRefused
 from fastdeploy.rl.scoring import Scorer
-from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import random_tensors, write_checkpoint
+from fastdeploy.testing.tensors import to_bfloat16
+from support.specs import SPECS
 
 GOOD = ([5, 6, 7], [8, 9])
 
@@ -117,7 +119,7 @@ def test_the_state_is_the_parameters_in_the_dtype_of_the_server(checkpoints, dty
     state = scorer.state()
     assert state.keys() == tensors.keys() == scorer.parameters.keys()
     for name, tensor in tensors.items():
-        wanted = bfloat16_bits(tensor) if dtype == "bfloat16" else tensor
+        wanted = to_bfloat16(tensor) if dtype == "bfloat16" else tensor
         np.testing.assert_array_equal(state[name].numpy(), wanted, err_msg=name)
         np.testing.assert_array_equal(scorer.parameters[name].numpy(), tensor, err_msg=name)
 
