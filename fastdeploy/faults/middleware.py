@@ -38,8 +38,8 @@ class LateReply:
 
 class FaultMiddleware:
     """Middleware that opens an Injection for each request, and does what the faults do to its answer. It is inside of
-    the check of keys. may_control: returns the error for a request that may not ask for faults. jump(rule): lets a clock
-    jump. is_fleet: see read_headers."""
+    the check of keys. may_control: returns the error for a request that may not ask for faults. jump(rule): lets a
+    clock jump. is_fleet: see read_headers."""
 
     def __init__(
         self,

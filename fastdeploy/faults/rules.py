@@ -17,7 +17,7 @@ from fastdeploy.faults.table import ALL_CALLS, Fault, Parameter, Place, Value, f
 
 HEADER = "X-Fault"
 MAX_RULES = 1000
-# The conditions of a rule: the requests that match all of the last seven are counted, and the first three choose among
+# The conditions of a rule: the requests that match all from ``path`` on are counted, and the first three choose among
 # them by their number.
 CONDITIONS = (
     Parameter("after", 0, "so many matching requests pass before the first fault", 0, 1e9),

@@ -16,8 +16,9 @@ FUNCTIONS = {"rate", "increase", "changes", "sum", "topk", "histogram_quantile",
 LEFT_OUT = {
     f"fastdeploy:{name}"
     for name in (
-        "available_batch_size", "available_gpu_resource", "cache_config_info", "gpu_cache_usage_perc",
-        "gpu_hit_token_rate", "hit_token_rate", "prefix_gpu_cache_token_num", "spec_decode_draft_acceptance_rate",
+        "available_batch_size", "available_gpu_resource", "cache_config_info", "faults_injected",
+        "gpu_cache_usage_perc", "gpu_hit_token_rate", "hit_token_rate", "prefix_gpu_cache_token_num",
+        "spec_decode_draft_acceptance_rate",
     )
 }  # fmt: skip
 OPEN = {"(": ")", "[": "]", "{": "}"}

@@ -14,7 +14,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.cli.flags import configs
+from fastdeploy.entrypoints.cli.flags import configs, read_start
 from fastdeploy.entrypoints.cli.fleet import launcher_spec
 from fastdeploy.entrypoints.cli.main import main, make_parser
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
@@ -220,3 +220,43 @@ def test_a_fleet_endpoint_on_the_network_needs_a_long_key_in_the_environment(fol
     error = capsys.readouterr().err
     assert info.value.code == 2 and "--fleet-key-file" in error and FLEET_KEY in error
     assert FLEET_KEY not in os.environ
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def start_refusal(command: str, *flags: str) -> str:
+    """Return the error of ``read_start`` for the flags; "" = they are taken."""
+    args = make_parser().parse_args([command, *flags])
+    try:
+        read_start(args)
+    except InvalidField as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("key", ["--api-key", "--control-key"])
+def test_faults_are_refused_with_keys_on_an_address_that_others_reach(folder, tmp_path, key):
+    secret = tmp_path / "key"
+    secret.write_text("a-long-key")
+    flags = ("--model", folder, "--faults", key, str(secret))
+    assert start_refusal("serve", *flags) == ""
+    why = start_refusal("serve", *flags, "--host", "0.0.0.0")
+    assert why.startswith("faults: refused with keys on 0.0.0.0")
+    assert start_refusal("serve", "--model", folder, "--faults", "--host", "0.0.0.0") == ""
+
+
+def test_faults_need_one_api_server_and_a_schedule_that_can_be_read(folder, tmp_path):
+    assert start_refusal("serve", folder, "--faults", "--workers", "2").startswith("workers: expected 1 with --faults")
+    assert start_refusal("serve", folder, "--faults", "/nowhere").startswith("faults: expected a schedule file")
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("rules: [{fault: death, of: replica}]")
+    assert "of: replica is not here" in start_refusal("serve", folder, "--faults", str(scenario))
+    assert start_refusal("fleet", folder, "--faults", str(scenario)) == ""
+
+
+def test_faults_need_replicas_of_this_host(folder, capsys):
+    replica = "ipc:///tmp/x.sock=http://127.0.0.1:1"
+    with pytest.raises(SystemExit):
+        main(["fleet", folder, "--faults", "--replica", replica, "--port", "0"])
+    assert "--faults" in capsys.readouterr().err
