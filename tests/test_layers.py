@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("core", "inter_communicator"),
     "fleet": ("core", "inter_communicator", "client"),
     "http": ("core", "inter_communicator", "client", "fleet"),
+    "faults": ("core", "inter_communicator", "client", "fleet", "http", "scheduler"),
     "bench": (),
     "testing": ("core", "embedded", "rl", "bench"),
     "rl": ("core",),
@@ -44,6 +45,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "client",
         "fleet",
         "http",
+        "faults",
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line

@@ -24,6 +24,7 @@ from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key
 # Variables of the environment that are ours and no settings.
 OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
 NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, *(PREFIX + name for name in OTHERS))
+FAULTS_ON = "on"
 USAGE = "%(prog)s [MODEL] [--FLAG VALUE ...]"
 EMBEDDED_NAME = "fastdeploy-embedded"
 MAX_KEY_BYTES = 4096
@@ -46,6 +47,8 @@ def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
     add("--control-key", metavar="FILE", help=text)
     text = f"file of the secret that gateway and engines of other hosts share (or {FLEET_KEY}, the secret itself)"
     add("--fleet-key-file", metavar="FILE", help=text)
+    text = "let requests break this server, to test clients and trainers; FILE: a scenario (docs/faults.md) (off)"
+    add("--faults", nargs="?", const=FAULTS_ON, default="", metavar="FILE", help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field, flag in [*flags_of(ServeConfig), *flags_of(EngineConfig)]:
         if flag.heading not in groups:
@@ -86,6 +89,8 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
         roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
+    if args.faults not in ("", FAULTS_ON):
+        args.faults = os.path.abspath(args.faults)
     if args.trace:
         args.trace = os.path.abspath(args.trace)
     if args.session_dir:
@@ -153,8 +158,23 @@ def read_start(args: argparse.Namespace) -> Start:
     args.without_effect += take_variables(os.environ)
     engine, serve = configs(args)
     keys = read_keys(args.api_key, args.control_key, os.environ)
+    check_faults(serve, keys, is_fleet=hasattr(args, "replicas"))
     put_fleet_key(args.fleet_key_file, os.environ)
     return Start(engine, serve, keys, pop_fleet_key(os.environ))
+
+
+def check_faults(config: ServeConfig, keys: Keys, is_fleet: bool) -> None:
+    """Raise InvalidField for --faults on a server that others may depend on: one with keys that other machines reach.
+    Raise it for a schedule file that cannot be read, too."""
+    if not config.faults:
+        return
+    if not is_loopback(config.host) and (keys.data or keys.control):
+        why = f"refused with keys on {config.host}, which other machines reach: a server that is shared must not fail"
+        raise InvalidField("faults", f"{why}. Take a loopback --host, or no keys")
+    if config.faults != FAULTS_ON:
+        from fastdeploy.faults.rules import read_file
+
+        read_file(config.faults, is_fleet)
 
 
 def announce(args: argparse.Namespace, name: str, start: Start) -> None:
