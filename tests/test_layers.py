@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
+    "rl.check_sync": ("core", "model_executor", "rl", "rl.scoring"),
     "entrypoints": (
         "core",
         "bench",
@@ -46,6 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "fleet",
         "http",
         "faults",
+        "rl.check_sync",
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
@@ -80,9 +82,8 @@ INSIDE = (
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
-WITHOUT_PADDLE = [
-    layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.rollout_model", "rl.scoring")
-]
+WITH_PADDLE = ("model_executor", "worker", "rl.rollout_model", "rl.scoring", "rl.check_sync")
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in WITH_PADDLE]
 
 
 def module_name(path: Path) -> str:

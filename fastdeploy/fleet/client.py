@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -247,11 +247,11 @@ class FleetClient:
         finally:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
-    def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
+    def remote_export(self, tensors: Sequence[str]) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
         ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
         member = self._remote_exporter()
-        return self.membership.hosts.exported(member) if member is not None else None
+        return self.membership.hosts.exported(member, tensors) if member is not None else None
 
     def remote_adapter_export(self, lora_name: str, file: str) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/adapters/export of a member on another host, as :meth:`remote_export` does for
