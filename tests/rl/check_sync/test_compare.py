@@ -16,7 +16,8 @@ from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import CLASSIFIERS, differences
 from fastdeploy.rl.check_sync.report import Difference
 from fastdeploy.rl.check_sync.weights import TrainerWeights
-from support.checkpoints import QWEN_MOE, Spec, random_tensors, write_checkpoint
+from fastdeploy.testing.checkpoints import Spec, random_tensors, write_checkpoint
+from support.specs import QWEN_MOE
 
 DENSE = Spec("dense", dtype="bfloat16", head_dim=16, seed=3)  # q_proj is square
 MOE = Spec("moe", "Qwen3MoeForCausalLM", layers=3, head_dim=16, extra=QWEN_MOE, seed=15)

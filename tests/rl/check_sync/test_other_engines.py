@@ -18,7 +18,8 @@ from fastdeploy.core.fingerprint import over_all
 from fastdeploy.core.serving_dtype import in_dtype, widen
 from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
 from fastdeploy.rl.check_sync.weights import TrainerWeights
-from support.checkpoints import SPECS, random_tensors
+from fastdeploy.testing.checkpoints import random_tensors
+from support.specs import SPECS
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{letter}_proj.weight" for letter in "qkv")

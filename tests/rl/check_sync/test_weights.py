@@ -10,9 +10,10 @@ import torch
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.rl.check_sync import weights as trainer_weights
 from fastdeploy.rl.check_sync.weights import TrainerWeights
+from fastdeploy.testing.checkpoints import is_bfloat16, random_tensors
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, is_bfloat16, random_tensors
 from support.paddle_checkpoints import paddle_tensors, write_paddle_checkpoint
+from support.specs import SPECS
 from worker.new_weights import new_tensors
 from worker.test_mixture_updates import of_transformers
 
