@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "faults": ("core", "inter_communicator", "client", "fleet", "http", "scheduler"),
     "bench": (),
     "testing": ("core", "embedded", "rl", "bench"),
+    "traffic": ("core",),
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
@@ -47,6 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "fleet",
         "http",
         "faults",
+        "traffic",
         "rl.check_sync",
     ),
 }

@@ -21,6 +21,8 @@ COMMANDS = (
     "check-sync",
     "bench",
     "run-batch",
+    "record",
+    "replay",
     "chat",
     "complete",
     "tokenizer",
