@@ -30,7 +30,9 @@ ROUTES = route_table(create_app(None, None, ServeConfig(model="m")))
 SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
 ALL_COMMANDS = [*COMMANDS.values(), *COMMANDS["bench"]._actions[-1].choices.values()]
 # Flags of other programs, which the pages name in their text.
-FOREIGN_FLAGS = re.compile("--(shm-size|health-interval|no-compile|cpus|read-only|tmpfs|rollout|update-weight|offload|fp16|use-rollout)")
+FOREIGN_FLAGS = re.compile(
+    "--(shm-size|cpus|read-only|tmpfs|health-interval|no-compile|rollout|update-weight|offload|fp16|use-rollout)"
+)
 
 
 # ---------------------------------------------------------------------- links and names
