@@ -30,7 +30,9 @@ ROUTES = route_table(create_app(None, None, ServeConfig(model="m")))
 SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
 ALL_COMMANDS = [*COMMANDS.values(), *COMMANDS["bench"]._actions[-1].choices.values()]
 # Flags of other programs, which the pages name in their text.
-FOREIGN_FLAGS = re.compile("--(shm-size|cpus|read-only|tmpfs|rollout|update-weight|offload|fp16|use-rollout)")
+FOREIGN_FLAGS = re.compile(
+    "--(shm-size|cpus|read-only|tmpfs|health-interval|no-compile|rollout|update-weight|offload|fp16|use-rollout)"
+)
 
 
 # ---------------------------------------------------------------------- links and names
@@ -78,13 +80,17 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
 
 
 def is_a_name_of_ours(dotted: str) -> bool:
-    """Return whether ``dotted`` is a module of ours, or a class or function at the top of one. Imports nothing."""
+    """Return whether ``dotted`` is a module of ours, a class or function at the top of one, or what a package offers in
+    ``__all__``. Imports nothing."""
     parts, path = dotted.split("."), ROOT
     while parts and ((path / parts[0]).is_dir() or (path / f"{parts[0]}.py").exists()):
         folder = path / parts.pop(0)
         path = folder if folder.is_dir() else folder.with_suffix(".py")
     if not parts:
         return True
+    if path.is_dir():
+        offered = re.search(r"^__all__ = \[(.*?)\]", (path / "__init__.py").read_text(), re.MULTILINE | re.DOTALL)
+        return offered is not None and f'"{parts[0]}"' in offered[1]
     return path.is_file() and re.search(rf"^(class|def) {parts[0]}\b", path.read_text(), re.MULTILINE) is not None
 
 
