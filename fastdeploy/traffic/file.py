@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import zstandard
@@ -18,10 +18,13 @@ import zstandard
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.files import write_all
 
+T = TypeVar("T")
 MAGIC = b"fastdeploy traffic\n"
 FORMAT = 1
 LENGTH_BYTES = 4
-READ_BYTES = 1 << 20
+READ_BYTES = 16 << 10  # of the file at once; what is in the same piece as a damaged byte is lost
+MAX_PIECE_BYTES = 1 << 20  # of records that are decompressed at once
+MAX_RECORD_BYTES = 256 << 20  # more than any recorder writes, whose bodies are held up to 64 MiB
 MAX_REQUEST_BYTES = 64 << 20  # of a body that a reader holds in memory
 Headers = list[tuple[str, str]]
 
@@ -156,44 +159,50 @@ def read_records(path: str) -> Iterator[AnyRecord]:
     with file:
         if file.read(len(MAGIC)) != MAGIC:
             raise InvalidField("file", f"expected a recording of `fastdeploy record`, got {path!r}")
-        frames = _frames(_decompressed(file))
-        opening = next((_decode(frame, path) for frame in frames), None)
+        frames = _frames(_decompressed(file), path)
+        opening = next((_opening(frame, path) for frame in frames), None)
         if not isinstance(opening, Opening):
             raise InvalidField("file", f"expected a recording, got {path!r}, which has no first record")
         yield opening
         for frame in frames:
-            yield _decode(frame, path)
+            yield _decode(_DECODER, frame, path)
 
 
-def _decode(frame: bytes, path: str) -> AnyRecord:
+def _opening(frame: bytes, path: str) -> AnyRecord:
+    if (found := _decode(_FORMAT_DECODER, frame, path).format) > FORMAT:
+        raise _unreadable(path, f"it has format {found}, and this version reads {FORMAT}")
+    return _decode(_DECODER, frame, path)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, path: str) -> T:
     try:
-        return _DECODER.decode(frame)
-    except msgspec.MsgspecError as error:
-        found = _FORMAT_DECODER.decode(frame).format if frame[:2] else 0
-        text = f"it has format {found}, and this version reads {FORMAT}" if found > FORMAT else str(error)
-        raise InvalidField("file", f"expected a recording that can be read, got {path!r}: {text}") from None
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: str, why: str) -> InvalidField:
+    return InvalidField("file", f"expected a recording that can be read, got {path!r}: {why}")
 
 
 class _AnyFormat(msgspec.Struct):
     format: int = 0
 
 
-_DECODER = msgspec.msgpack.Decoder(AnyRecord)
+_DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 _FORMAT_DECODER = msgspec.msgpack.Decoder(_AnyFormat)
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    decompressor = zstandard.ZstdDecompressor().decompressobj()
-    while data := file.read(READ_BYTES):
-        try:
-            yield decompressor.decompress(data)
-        except zstandard.ZstdError:  # the end was damaged
-            return
-        if decompressor.eof:
-            return
+    reader = zstandard.ZstdDecompressor().stream_reader(file, READ_BYTES)
+    try:
+        while data := reader.read1(MAX_PIECE_BYTES):
+            yield data
+    except zstandard.ZstdError:  # the end was damaged
+        return
 
 
-def _frames(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _frames(pieces: Iterator[bytes], path: str) -> Iterator[bytes]:
     """Yield what stands behind each length."""
     buffer = bytearray()
     for piece in pieces:
@@ -201,6 +210,8 @@ def _frames(pieces: Iterator[bytes]) -> Iterator[bytes]:
         at = 0
         while (start := at + LENGTH_BYTES) <= len(buffer):
             end = start + int.from_bytes(buffer[at:start], "little")
+            if end - start > MAX_RECORD_BYTES:
+                raise _unreadable(path, f"a record of {end - start} bytes")
             if end > len(buffer):
                 break
             yield bytes(buffer[start:end])
@@ -278,8 +289,10 @@ def read_recording(path: str) -> Recording:
             body = requests.setdefault(record.id, bytearray())
             if len(body) <= MAX_REQUEST_BYTES:
                 body += record.data
+        elif (exchange := exchanges.get(record.id)) is None:
+            raise _unreadable(path, f"request {record.id} goes on, but did not begin")
         else:
-            _take(exchanges[record.id], record, requests)
+            _take(exchange, record, requests)
     return Recording(opening, sorted(exchanges.values(), key=lambda one: (one.began, one.id)), closed, last)
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -87,10 +87,11 @@ async def send_head(send: Send, status: int, headers: Headers) -> None:
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def send_json(send: Send, status: int, content: Any) -> bytes:
-    """Send a whole reply, and return its body."""
+async def send_json(send: Send, status: int, content: Any, headers: Sequence[tuple[str, str]] = ()) -> bytes:
+    """Send a whole reply, and return its body. headers: further ones."""
     body = json.dumps(content).encode()
-    await send_head(send, status, [("content-type", "application/json"), ("content-length", str(len(body)))])
+    about_body = [("content-type", "application/json"), ("content-length", str(len(body)))]
+    await send_head(send, status, [*about_body, *headers])
     await send({"type": "http.response.body", "body": body})
     return body
 

@@ -24,15 +24,15 @@ MIN_KEY_CHARS = 8  # shorter values ("EMPTY", "none") are words, which bodies ha
 # Names with "-" replaced by "_". In a reply, "token" is the text of a token.
 _KEY = r"\w*api_?keys?|(?:\w*[_.])?(?:access|secret|private|control|fleet|auth|encryption|subscription|signing)_?keys?"
 _TOKEN = r"(?:\w*[_.])?(?:access|refresh|id|auth|api|bearer|csrf|session|security|hf|hub|github|gitlab|jwt)_?token"
-_OTHER = r"token|\w*(?:secret|passw(?:or)?d|credential)s?|(?:\w*_)?authorization|(?:set_)?cookies?"
+_OTHER = r"token|pwd|jwt|\w*(?:secret|passw(?:or)?d|credential)s?|(?:\w*_)?authorization|(?:set_)?cookies?"
 _NAME = re.compile(f"(?:{_KEY}|{_TOKEN}|{_OTHER})", re.IGNORECASE)
 _QUERY_NAME = re.compile(f"(?:{_NAME.pattern}|key|sig|(?:x_amz_|x_goog_)?signature)", re.IGNORECASE)
-_HEADER_NAME = re.compile(r"key$|token$|secret|auth(?!ent|ority)|cookie|credential|passw|signature", re.IGNORECASE)
+_HEADER_NAME = re.compile(r"key$|token$|secret|auth(?!ent|ority)|cookie|credential|passw|signature|jwt", re.IGNORECASE)
 # A cheap test of raw bytes, before a body is parsed: "\u" may hide a letter of a name.
-_MAY_NAME_A_KEY = re.compile(rb"(?i)key|token\\?[\"']|secret|passw|credential|authorization|cookie|\\u00")
+_MAY_NAME_A_KEY = re.compile(rb"(?i)key|token\\?[\"']|pwd|jwt|secret|passw|credential|authorization|cookie|\\u00")
 _USER_IN_URL = re.compile(rb"(?i)(\b[a-z][a-z0-9+.-]*:(?:\\?/){2})[^/\\\s\"'@<>?#]+@")
-_QUERY_IN_TEXT = re.compile(rb"([?&]|\\u0026)([\w.%-]{1,80})=([^&#\s\"'<>\\]+)")
-_FIELD_IN_TEXT = re.compile(rb"(\\?[\"'])([\w.-]{1,80})\1(\s*[:=]\s*)(\\?[\"'])((?:(?!\4)[^\\]|\\.)*?)\4", re.DOTALL)
+_QUERY_IN_TEXT = re.compile(rb"(\A|[?&]|\\u0026)([\w.%-]{1,80})=([^&#\s\"'<>\\]+)")
+_FIELD_IN_TEXT = re.compile(rb"(\\{0,7}[\"'])([\w.-]{1,80})\1(\s*[:=]\s*)(\\{0,7}[\"'])((?:[^\\]|\\.)*?)\4", re.DOTALL)
 
 
 class KeyRemover:
@@ -150,7 +150,8 @@ class KeyRemover:
     def _field_in_text(self, match: re.Match[bytes]) -> bytes:
         quote_1, name, colon, quote_2, value = match.groups()
         if not _names_a_key(name.decode("ascii", "replace"), True) or not value:
-            return match[0]
+            inner = _FIELD_IN_TEXT.sub(self._field_in_text, value)  # JSON as a text in JSON
+            return match[0].removesuffix(value + quote_2) + inner + quote_2
         self._learn([value.decode("utf-8", "replace")])
         return quote_1 + name + quote_1 + colon + quote_2 + REMOVED.encode() + quote_2
 

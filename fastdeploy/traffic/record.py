@@ -215,6 +215,8 @@ def record(upstream_url: str, host: str, port: int, out: str, keep_all: bool) ->
             file = RecordWriter(out, opening)
         except FileExistsError:
             raise InvalidField("out", f"expected a new file, got {out!r}, which exists") from None
+        except OSError as error:
+            raise InvalidField("out", f"expected a place for a new file, got {out!r}: {error.strerror}") from None
         return uvloop.run(_record(upstream, listener, file, out, keep_all))
 
 

@@ -30,6 +30,7 @@ from fastdeploy.traffic.order import is_control
 from fastdeploy.traffic.report import Answered, Difference, Kind, Report, compare
 
 REPORT = "/replay/report"
+NO_RETRY = (("x-should-retry", "false"),)  # OpenAI's clients would send the request again after a 409 or a 501
 STAY_S = 5.0  # a client that left in the recording gets this time to leave now
 
 
@@ -160,7 +161,7 @@ async def _until_client_left(receive: Receive) -> None:
 async def _send_difference(send: Send, status: int, difference: Difference) -> None:
     text = "\n".join(difference.lines())
     fields = [field._asdict() for field in difference.fields[:10]]
-    await send_json(send, status, error_body(status, "not_in_recording", text, differences=fields))
+    await send_json(send, status, error_body(status, "not_in_recording", text, differences=fields), NO_RETRY)
 
 
 def replay(file: str, host: str, port: int, speed: float, loose: bool, ignored: Set[str]) -> int:

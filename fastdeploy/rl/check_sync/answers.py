@@ -96,7 +96,7 @@ class Engine:
                 return dialect
             usable.append(dialect)
         if not usable:
-            raise Unusable(f"no route of {self._url} gives log probabilities: {'; '.join(reasons)}")
+            raise Unusable(f"no route of the engine gives log probabilities: {'; '.join(reasons)}")
         return usable[0]
 
     def _ask(self, dialect: Dialect, prompts: Sequence[Sequence[int]], question: Question) -> list[Answer]:
@@ -110,7 +110,11 @@ class Engine:
         if reply.status_code != 200:
             raise Unusable(f"POST {dialect.path}: status {reply.status_code}: {reply.text[:200]}")
         try:
-            return dialect.read(prompts, reply.json())
+            answers = dialect.read(prompts, reply.json())
+            for one in answers:
+                if not one.token_ids or one.logprobs.shape != (len(one.token_ids),):
+                    raise ValueError(f"{len(one.token_ids)} tokens with {one.logprobs.size} log probabilities")
+            return answers
         except (KeyError, TypeError, ValueError, IndexError) as error:
             what = f"{type(error).__name__}: {error}"
             raise Unusable(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy.rl.check_sync.answers import Answer, Engine, Question
+from fastdeploy.rl.check_sync.answers import Answer, Engine, Question, Unusable
 from fastdeploy.rl.check_sync.bounds import (
     FLOAT32,
     LEVELS,
@@ -78,11 +78,15 @@ def probe(engine: Engine, trainer: TrainerWeights, seed: int = 0) -> Probes:
     long = fixed_prompts(config.vocab_size, KV_PROMPTS, min(KV_LENGTH, most - KV_TOKENS), seed + 1)
     salt = f"fastdeploy-check-sync-{np.random.default_rng().integers(1 << 62)}"
     question = Question(KV_TOKENS, temperature=1.0)
-    return Probes(
+    probes = Probes(
         engine.ask(plain, Question(MAX_TOKENS, with_prompt=True)),
         engine.ask(long, question, batch=1),  # engines tell the cached tokens of a whole request only
         engine.ask(long, question._replace(salt=salt), batch=1),
     )
+    ids = {token for answers in probes for one in answers for token in one.token_ids}
+    if unknown := [token for token in ids if not (isinstance(token, int) and 0 <= token < config.vocab_size)]:
+        raise Unusable(f"expected token ids below {config.vocab_size}, got {unknown[0]!r} in an answer")
+    return probes
 
 
 def fixed_prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[int]]:

@@ -9,6 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.fingerprint import over_all
 from fastdeploy.core.weight_source import AUTO, LAYOUTS
@@ -20,7 +23,7 @@ from fastdeploy.rl.check_sync.history import History, updates
 from fastdeploy.rl.check_sync.other_engines import find_other
 from fastdeploy.rl.check_sync.own_engine import find_own
 from fastdeploy.rl.check_sync.report import BehaviourReport, Difference, ServingState, SyncReport, Verdict
-from fastdeploy.rl.check_sync.serving import Calls, ChangedMeanwhile, Engine, ReplicasDiffer
+from fastdeploy.rl.check_sync.serving import Calls, ChangedMeanwhile, Engine, ReplicasDiffer, typed
 from fastdeploy.rl.check_sync.weights import TrainerWeights, checkpoint_dtype
 from fastdeploy.rl.connection import Connection
 
@@ -69,7 +72,7 @@ def check_sync(
     except (FastDeployError, OSError) as error:
         if isinstance(error, InvalidField) and error.field in ARGUMENTS and not error.detail.get("status"):
             raise
-        return _unknown(connection.url, getattr(error, "message", str(error)))
+        return _unknown(calls.shown_url, getattr(error, "message", str(error)))
     finally:
         calls.close()
 
@@ -119,15 +122,17 @@ def _check(calls: Calls, asked: _Arguments) -> SyncReport:
             state = engine.state()
             dtype = state.dtype or checkpoint_dtype(folder)
             if dtype not in DTYPES:
-                return _unknown(calls.url, f"the engine serves {dtype}; this check knows {' and '.join(DTYPES)}", state)
+                return _unknown(
+                    calls.shown_url, f"the engine serves {dtype}; this check knows {' and '.join(DTYPES)}", state
+                )
             with asked.open(asked.weights, dtype, "the trainer's weights") as trainer:
                 return _Check(calls, asked, engine, state, trainer).report()
         except ChangedMeanwhile:
             continue
         except ReplicasDiffer as differ:
-            return _replicas(calls.url, asked, differ)
+            return _replicas(calls.shown_url, asked, differ)
     how = f"other weights were committed during each of {ATTEMPTS} attempts: check when no update is on its way"
-    return _unknown(calls.url, how)
+    return _unknown(calls.shown_url, how)
 
 
 class _Check:
@@ -152,16 +157,21 @@ class _Check:
             compared, found = len(trainer.present), list[Difference]()
             if fingerprint != self._state.fingerprint:
                 compared, found = self._compare(previous, digests, fingerprint)
-            self._asked.history.add(trainer.dtype, fingerprint, digests)
+            if not missing:
+                self._asked.history.add(trainer.dtype, fingerprint, digests)
             behaviour = self._behaviour(previous) if self._asked.answers else None
+            if not found and behaviour is not None and behaviour.statistic != 0.0:
+                how = "the engine's memory has other values than those that it was sent"
+                found = [Difference(name, "damaged", how, trainer.shapes[name]) for name in engine.damaged(trainer)]
         if (sentence := engine.changed()) is not None:
             if engine.has_fingerprints:
                 raise ChangedMeanwhile
             self._notes.append(sentence)
-        verdict, how = _verdict(compared, len(trainer.shapes), found, missing, behaviour)
+        whole = compared - len(engine.rows)
+        verdict, how = _verdict(compared, whole, len(trainer.shapes), found, missing, behaviour)
         method = engine.method if compared else "answers"
         return SyncReport(
-            self._calls.url, verdict, how, self._state, method, compared, fingerprint, tuple(found), behaviour,
+            self._calls.shown_url, verdict, how, self._state, method, compared, fingerprint, tuple(found), behaviour,
             tuple(self._notes),
         )  # fmt: skip
 
@@ -177,14 +187,18 @@ class _Check:
         found = [
             Difference(name, "unexpected", "the engine has this tensor, and the model does not") for name in unexpected
         ]
+        unseen = [name for name in trainer.present if name not in served]
+        if engine.has_fingerprints:
+            how = "the trainer has this tensor, and the engine does not"
+            found += [Difference(name, "missing", how, trainer.shapes[name]) for name in unseen]
+        elif unseen:
+            self._notes.append(f"{len(unseen)} tensors are not shown by the engine, the first is {unseen[0]}.")
         differing = [name for name in shared if served[name] != expected[name]]
         if differing:
             with ExitStack() as stack:
                 sides = self._sides(served, expected, previous, fingerprint, stack)
-                shapes = {name: engine.trimmed(name, trainer.read(name)).shape for name in differing}
+                shapes = {name: self._shown(name, trainer.read(name)).shape for name in differing}
                 found += differences(differing, sides, shapes, engine.values)
-        if unseen := [name for name in trainer.present if name not in served]:
-            self._notes.append(f"{len(unseen)} tensors are not shown by the engine, the first is {unseen[0]}.")
         return len(shared), found
 
     def _sides(
@@ -198,7 +212,7 @@ class _Check:
         engine, trainer = self._engine, self._trainer
 
         def earlier(weights: TrainerWeights, label: str) -> Earlier:
-            return Earlier(label, engine.digests_of(weights), lambda name: engine.trimmed(name, weights.read(name)))
+            return Earlier(label, engine.digests_of(weights), lambda name: self._shown(name, weights.read(name)))
 
         known = [earlier(one, f"{updates(k)} before") for k, one in enumerate(previous, start=1)]
         if engine.has_fingerprints:
@@ -211,51 +225,75 @@ class _Check:
             expected,
             served,
             known,
-            lambda name: engine.trimmed(name, trainer.read(name)),
-            lambda name: engine.trimmed(name, trainer.read_wide(name)),
+            lambda name: self._shown(name, trainer.read(name)),
+            lambda name: self._shown(name, trainer.read_wide(name)),
             trainer.dtype,
             trainer.model.config,
             base,
             engine.zero,
         )
 
+    def _shown(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return the part of a tensor that the engine shows."""
+        return values[: self._engine.rows.get(name)]
+
     def _behaviour(self, previous: Sequence[TrainerWeights]) -> BehaviourReport:
         """Return what the answers of the engine tell."""
         try:
-            models = self._calls.find("/v1/models") or {}
-            name = models["data"][0]["id"] if models.get("data") else ""
+            models = typed(self._calls.find("/v1/models") or {}, _Models, "GET /v1/models").data
+            name = models[0].id if models else ""
             engine = Asked(self._calls.url, self._calls.data_headers, name, self._state)
             return check_behaviour(engine, self._trainer, previous)
         except (FastDeployError, OSError) as error:
             return BehaviourReport(Verdict.UNKNOWN, f"The answers could not be checked: {error}")
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
 def _verdict(
-    compared: int, tensors: int, found: Sequence[Difference], missing: Sequence[str], behaviour: BehaviourReport | None
+    compared: int,
+    whole: int,
+    tensors: int,
+    found: Sequence[Difference],
+    missing: Sequence[str],
+    behaviour: BehaviourReport | None,
 ) -> tuple[Verdict, str]:
-    """Return the verdict on all that was found, and one sentence."""
+    """Return the verdict on all that was found, and one sentence. compared: tensors that were compared, of ``tensors``
+    of the model; whole: those of which all values were."""
     if found:
         kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(one.kind for one in found).most_common())
-        return Verdict.DIFFERS, f"{len(found)} of {compared} tensors differ ({kinds}). The first is {found[0].tensor}."
+        return (
+            Verdict.DIFFERS,
+            f"{len(found)} of {max(compared, len(found))} tensors differ ({kinds}). The first is {found[0].tensor}.",
+        )
     if behaviour is not None and behaviour.verdict is Verdict.DIFFERS:
         equal = (
-            f"All {compared} tensors that were compared are equal, but the answers are"
+            f"All {compared} tensors that were compared are equal, but the answers are not those of the trainer's "
+            f"weights with its {CONFIG}."
             if compared
-            else "The answers are"
+            else "The answers are those of other weights."
         )
-        return Verdict.DIFFERS, f"{equal} those of other weights. {behaviour.how}"
+        return Verdict.DIFFERS, f"{equal} {behaviour.how}"
     if behaviour is not None and behaviour.kv is Verdict.DIFFERS:
         return Verdict.DIFFERS, f"The KV that is in use is older than the weights. {behaviour.kv_how}"
     if missing and compared:
         why = f"{len(missing)} of {tensors} tensors are not among the trainer's weights, the first is {missing[0]}"
         return Verdict.UNKNOWN, f"All {compared} tensors that were given are equal, but {why}."
-    if compared == tensors:
+    if whole == tensors:
         return Verdict.EQUAL, f"All {tensors} tensors are equal."
     if behaviour is not None and behaviour.verdict is Verdict.EQUAL:
         return Verdict.EQUAL, behaviour.how
     if behaviour is not None:
         return Verdict.UNKNOWN, behaviour.how
-    return Verdict.UNKNOWN, f"The engine shows {compared} of {tensors} tensors, and its answers were not checked."
+    in_part = f", {compared - whole} of them in part" if whole < compared else ""
+    how = f"The engine shows {compared} of {tensors} tensors{in_part}, and its answers were not checked."
+    return Verdict.UNKNOWN, how
 
 
 def _notes(state: ServingState) -> list[str]:
@@ -277,6 +315,8 @@ def _replicas(url: str, asked: _Arguments, differ: ReplicasDiffer) -> SyncReport
             fingerprints.append(over_all(trainer.fingerprints()))
     found = tuple(differ.differences(fingerprints))
     state = ServingState("fastdeploy", replicas=tuple(differ.served))
+    if not found:
+        return _unknown(url, f"all replicas have the trainer's values, but do not agree: {differ}", state)
     names = ", ".join(one.replica or "" for one in found)
     how = f"The replicas of the fleet serve different weights. {names} not those of the trainer."
     return SyncReport(url, Verdict.DIFFERS, how, state, "fingerprints over all tensors", differences=found)

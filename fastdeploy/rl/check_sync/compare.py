@@ -70,7 +70,7 @@ CLASSIFIERS = (
     Classifier("near", by_values=changes.near),
     Classifier("unrelated", by_values=changes.unrelated),
 )
-UNKNOWN = "unknown"
+SHAPE, UNKNOWN = "shape", "unknown"
 
 
 def differences(
@@ -92,6 +92,9 @@ def differences(
 def difference(name: str, sides: Sides, shape: tuple[int, ...], served: np.ndarray | None) -> Difference:
     """Return how one tensor differs. served: its values; None if they are not known."""
     case = None
+    size = int(np.prod(shape, dtype=np.int64))
+    if served is not None and served.shape != tuple(shape):
+        return Difference(name, SHAPE, f"the engine has the shape {list(served.shape)}", shape, size)
     if served is not None:
         expected, served = (bits_of(np.ascontiguousarray(one)).reshape(shape) for one in (sides.read(name), served))
         case = Case(name, sides, expected, served)
@@ -100,7 +103,7 @@ def difference(name: str, sides: Sides, shape: tuple[int, ...], served: np.ndarr
         if (sentence := one.find(name, sides, case)) is not None:
             kind, how = one.kind, sentence
             break
-    found = Difference(name, kind, how, shape, int(np.prod(shape, dtype=np.int64)))
+    found = Difference(name, kind, how, shape, size)
     return found if case is None else _with_sizes(found, case)
 
 

@@ -49,7 +49,8 @@ class History(NamedTuple):
         ]
 
     def add(self, dtype: str, fingerprint: str, digests: Mapping[str, str]) -> None:
-        """Add the weights of a check, unless they are those of the last one. Raises OSError."""
+        """Add the weights of a check, unless they are those of the last one. Raises InvalidField if the file cannot
+        be written."""
         if self.path is None:
             return
         file = self._read()
@@ -61,14 +62,19 @@ class History(NamedTuple):
         entry = _Entry(fingerprint, "".join(digests[name] for name in names))
         file.entries = [entry, *file.entries][:KEPT]
         written = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        written.write_bytes(msgspec.json.encode(file))
-        written.replace(self.path)
+        try:
+            written.write_bytes(msgspec.json.encode(file))
+            written.replace(self.path)
+        except OSError as error:
+            raise InvalidField("history", f"{self.path} cannot be written: {error.strerror}") from error
 
     def _read(self) -> _File | None:
         if self.path is None or not self.path.exists():
             return None
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=_File)
+        except OSError as error:
+            raise InvalidField("history", f"{self.path} cannot be read: {error.strerror}") from error
         except msgspec.DecodeError as error:
             raise InvalidField("history", f"{self.path} is no file of check-sync: {error}") from error
 

@@ -11,6 +11,7 @@ engine keeps it, so of q, k and v together.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.core.serving_dtype import dtype_of, in_dtype
 from fastdeploy.rl.check_sync.compare import Values
 from fastdeploy.rl.check_sync.report import ServingState
-from fastdeploy.rl.check_sync.serving import Calls
+from fastdeploy.rl.check_sync.serving import Calls, typed
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 
 BY_NAME, CHECKER = "/get_weights_by_name", "/weight_checker"
@@ -45,7 +46,9 @@ class SglangEngine:
         self._calls, self._info = calls, info
         self._settings = calls.find("/get_server_info") or calls.find("/server_info") or {}
         self._dtype = ""
-        self._rows: dict[str, int] = {}  # that the engine has shown, by name
+        self._shapes: Mapping[str, Sequence[int]] = {}  # of the trainer's tensors
+        self._shown: list[str] = []
+        self.rows: dict[str, int] = {}
 
     def state(self) -> ServingState:
         """See ``Engine.state``."""
@@ -55,22 +58,24 @@ class SglangEngine:
 
     def digests(self, trainer: TrainerWeights) -> Mapping[str, str]:
         """See ``Engine.digests``."""
-        self._dtype = trainer.dtype
+        self._dtype, self._shapes = trainer.dtype, trainer.shapes
         found: dict[str, str] = {}
         for name in trainer.present if not self._settings.get("quantization") else ():
-            shown = self._show(name, trainer.shapes[name])
+            shown = self._show(name)
             if shown is None and not found:
                 break  # this model does not have the route
             if shown is not None:
-                self._rows[name] = len(shown)
+                self._shown.append(name)
+                if len(shown) < trainer.shapes[name][0]:
+                    self.rows[name] = len(shown)
                 found[name] = fingerprint(shown).hex
         return found
 
     def digests_of(self, weights: TrainerWeights) -> dict[str, str]:
         """See ``Engine.digests_of``."""
         return {
-            name: fingerprint(np.ascontiguousarray(self.trimmed(name, weights.read(name)))).hex
-            for name in self._rows
+            name: fingerprint(np.ascontiguousarray(weights.read(name)[: self.rows.get(name)])).hex
+            for name in self._shown
             if name in weights.present
         }
 
@@ -79,9 +84,9 @@ class SglangEngine:
         """See ``Engine.values``."""
         return self._values
 
-    def trimmed(self, name: str, values: np.ndarray) -> np.ndarray:
-        """See ``Engine.trimmed``."""
-        return values[: self._rows[name]]
+    def damaged(self, trainer: TrainerWeights) -> list[str]:
+        """Return nothing."""
+        return []
 
     def changed(self) -> str | None:
         """See ``Engine.changed``. The label is all that SGLang tells."""
@@ -90,13 +95,14 @@ class SglangEngine:
 
     def _values(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in names:
-            shown = self._show(name, (self._rows[name],))
+            shown = self._show(name)
             if shown is not None:
                 yield name, shown
 
-    def _show(self, name: str, shape: Sequence[int]) -> np.ndarray | None:
+    def _show(self, name: str) -> np.ndarray | None:
         """Return the first rows of a tensor in the serving dtype; None if the engine does not show it."""
-        rows = self._rows.get(name) or max(1, SHOWN_VALUES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
+        shape = self._shapes[name]
+        rows = max(1, SHOWN_VALUES // max(1, math.prod(shape[1:])))
         try:
             found = self._calls.json("POST", BY_NAME, json={"name": name, "truncate_size": rows})
         except FastDeployError as error:
@@ -107,7 +113,9 @@ class SglangEngine:
             values = np.array(found, np.float32)
         except (TypeError, ValueError):
             return None
-        return in_dtype(values, dtype_of(name, self._dtype)) if values.ndim else None
+        if not values.ndim or not values.size:
+            return None
+        return in_dtype(values, dtype_of(name, self._dtype))
 
 
 class VllmEngine:
@@ -117,12 +125,12 @@ class VllmEngine:
     zero: str | None = None
     has_fingerprints = False
     values: Values | None = None
+    rows: Mapping[str, int] = {}
 
     def __init__(self, calls: Calls, info: Mapping[str, Any]):
         self._calls = calls
         about = calls.find("/server_info", params={"config_format": "json"}) or {}
-        config = about.get("vllm_config") or {}
-        self._settings = config.get("model_config") or {} if isinstance(config, dict) else {}
+        self._settings = _dict(_dict(about.get("vllm_config")).get("model_config"))
         self._shown: frozenset[str] = frozenset()
 
     def state(self) -> ServingState:
@@ -135,9 +143,10 @@ class VllmEngine:
     def digests(self, trainer: TrainerWeights) -> Mapping[str, str]:
         """See ``Engine.digests``."""
         try:
-            told = self._calls.json("POST", CHECKER, json={"action": "checksum"})["checksums"]
-        except (FastDeployError, KeyError, TypeError):
+            reply = self._calls.json("POST", CHECKER, json={"action": "checksum"})
+        except FastDeployError:
             return {}
+        told = typed(_dict(reply).get("checksums", {}), dict[str, str], f"POST {CHECKER}")
         served = {name.rpartition(":")[2]: digest for name, digest in told.items()}
         if len(served) < len(told):
             return {}  # shards of several ranks: the parts of a tensor
@@ -161,9 +170,9 @@ class VllmEngine:
                 found[name] = known[one]
         return found
 
-    def trimmed(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the whole tensor."""
-        return values
+    def damaged(self, trainer: TrainerWeights) -> list[str]:
+        """Return nothing."""
+        return []
 
     def changed(self) -> str | None:
         """See ``Engine.changed``. The label is all that vLLM tells, if it has one."""
@@ -213,6 +222,10 @@ def _info(calls: Calls) -> dict[str, Any] | None:
         if (found := calls.find(path)) is not None and "is_generation" in found:
             return found
     return None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: Any) -> str | None:

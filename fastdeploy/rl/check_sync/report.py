@@ -30,11 +30,11 @@ EXIT_STATUS = {Verdict.EQUAL: 0, Verdict.DIFFERS: 1, Verdict.UNKNOWN: 2}
 class Difference:
     """A tensor that is not the same on both sides.
 
-    tensor: its name in the checkpoint. kind: a name in ``compare.CLASSIFIERS``, "missing", "unexpected" or "unknown".
-    how: one sentence. shape: of the trainer's tensor, of a tensor that the trainer lacks that of the engine.
-    changed: number of values that differ. max_abs: the largest difference. relative: ``max_abs`` divided by the
-    largest value of the trainer's tensor. first: index of the first value that differs, in row-major order. expected,
-    served: that value on both sides. These are None if the values could not be compared. replica: of a fleet."""
+    tensor: its name in the checkpoint. kind: a name in ``compare.CLASSIFIERS``, or one of "missing", "unexpected",
+    "shape", "damaged", "replica" and "unknown". how: one sentence. shape: of the trainer's tensor. changed: number of
+    values that differ. max_abs: the largest difference. relative: ``max_abs`` divided by the largest value of the
+    trainer's tensor. first: index of the first value that differs, in row-major order. expected, served: that value on
+    both sides. These are None if the values could not be compared. replica: of a fleet."""
 
     tensor: str
     kind: str

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
-import numpy as np
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.check_sync.compare import Values
@@ -16,6 +15,7 @@ from fastdeploy.rl.check_sync.weights import TrainerWeights
 from fastdeploy.rl.connection import Connection, reply_error
 from fastdeploy.rl.errors import Unreachable
 
+T = TypeVar("T")
 CONNECT_S, ANSWER_S = 10.0, 600.0  # an export of large weights is written before it is answered
 
 
@@ -27,7 +27,7 @@ class Engine(Protocol):
     """An engine that is asked for its weights.
 
     method: how the tensors are compared, for the report. zero: the digest of zeros of any shape, if there is one.
-    has_fingerprints: its digests are fingerprints of whole tensors (core/fingerprint.py)."""
+    has_fingerprints: it shows the fingerprint of each tensor that it has (core/fingerprint.py)."""
 
     method: str
     zero: str | None
@@ -44,12 +44,17 @@ class Engine(Protocol):
         """Return the digests that the engine would show if it served ``weights``, after a call of ``digests``."""
 
     @property
+    def rows(self) -> Mapping[str, int]:
+        """Of each tensor that the engine shows in part, the number of its first rows that ``digests`` has seen."""
+
+    @property
     def values(self) -> Values | None:
         """The function that yields name and values of tensors that serve, in the serving dtype; None if the engine does
         not show values. Raises ChangedMeanwhile."""
 
-    def trimmed(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the part of a tensor that the engine shows."""
+    def damaged(self, trainer: TrainerWeights) -> list[str]:
+        """Return the tensors of which the engine's memory has other values than the trainer, although the fingerprints
+        are equal. [] if the engine cannot tell. Raises ChangedMeanwhile."""
 
     def changed(self) -> str | None:
         """Return a sentence if other weights serve than at the time of ``state``."""
@@ -68,6 +73,13 @@ class Calls:
         return self._connection.url
 
     @property
+    def shown_url(self) -> str:
+        """Return the URL without user and password, for reports."""
+        scheme, slashes, rest = self.url.partition("//")
+        host, slash, path = rest.partition("/")
+        return scheme + slashes + host.rpartition("@")[2] + slash + path
+
+    @property
     def data_headers(self) -> dict[str, str]:
         """Return the header with the key of the data routes."""
         key = self._connection.data_key
@@ -83,7 +95,7 @@ class Calls:
         try:
             reply = self._http.request(method, url, headers=headers, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unreachable(f"{method} {url}: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
         if reply.status_code != 200:
             raise reply_error(reply.status_code, reply.headers, reply.content)
         return reply
@@ -106,6 +118,14 @@ class Calls:
                 return None
             raise
         return found if isinstance(found, dict) else None
+
+
+def typed(found: Any, kind: type[T], what: str) -> T:
+    """Return a part of a reply as ``kind``. Raises Unreachable for another form. what: the part, for the message."""
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"{what} is not as expected: {error}") from error
 
 
 class ReplicasDiffer(Exception):

@@ -3,17 +3,19 @@ middle of the check. Requests go on meanwhile."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from e2e.fleet_server import FleetServer, server_of
 from e2e.server import Server, in_background
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.rl.check_sync import SyncReport, Verdict, check_sync
+from fastdeploy.rl.check_sync import BehaviourReport, SyncReport, Verdict, check_sync, own_engine
 from fastdeploy.rl.check_sync.own_engine import OwnEngine
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
@@ -72,6 +74,39 @@ def test_tensors_that_differ_are_named_in_the_order_of_the_model(server, client)
     assert first.changed < 0.03 * first.values and 0 < first.relative < 0.03
 
 
+def test_memory_that_has_other_values_than_were_sent_is_found_when_answers_are_not_ours_to_the_bit(
+    server, client, monkeypatch
+):
+    client.publish(state(1))
+    unclear = BehaviourReport(Verdict.EQUAL, "within the bound", statistic=1.0)
+    monkeypatch.setattr("fastdeploy.rl.check_sync.check.check_behaviour", lambda *args: unclear)
+    report = check_sync(server.url, state(1), model=MODEL_DIR)
+    assert report.ok, report.how
+    found = own_engine.weight_info
+
+    def damaged(*args) -> own_engine.WeightInfo:
+        info = found(*args)
+        return msgspec.structs.replace(info, checksums=info.checksums | {Q: "other"})
+
+    monkeypatch.setattr(own_engine, "weight_info", damaged)
+    report = check_sync(server.url, state(1), model=MODEL_DIR)
+    assert [(one.tensor, one.kind) for one in report.differences] == [(Q, "damaged")] and report.exit_status == 1
+
+
+def test_tensors_that_only_one_side_has_differ(server, client, tmp_path):
+    client.publish(state(1))
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    untied = config | {"tie_word_embeddings": False, "num_hidden_layers": config["num_hidden_layers"] - 1}
+    (tmp_path / "config.json").write_text(json.dumps(untied))
+    last = f".layers.{config['num_hidden_layers'] - 1}."
+    weights = {name: values for name, values in state(1).items() if last not in name}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    report = check_sync(server.url, weights, model=tmp_path, answers=False)
+    kinds = {one.kind: one.tensor for one in report.differences}
+    assert report.exit_status == 1 and kinds.keys() == {"missing", "unexpected"}
+    assert kinds["missing"] == "lm_head.weight" and last in kinds["unexpected"]
+
+
 def test_a_tensor_that_no_update_has_reached_is_that_of_the_base_model(server, client):
     client.publish(state(2) | {UP: state(0)[UP]})
     report = check(server, state(2))
@@ -87,6 +122,8 @@ def test_a_history_tells_how_stale_weights_are(server, client, tmp_path):
         assert {one.how for one in report.differences} == {
             f"the values are those of {step - 1} update{'s' if step > 2 else ''} before"
         }
+    check(server, {Q: state(2)[Q]}, history=history)  # a part of the weights is not kept
+    assert "of 2 updates before" in check(server, state(3), history=history).differences[0].how
     client.publish(state(3))
     assert check(server, state(3), history=history).ok
 

@@ -65,10 +65,56 @@ def test_only_the_first_rows_of_a_large_tensor_of_sglang_are_asked_for(played, c
     beyond, within = tensors[Q].copy(), tensors[Q].copy()
     beyond[10], within[9] = 7, 7
     as_sglang(played, tensors | {Q: beyond})
-    assert check(played, tensors, checkpoints["qwen3"]).ok
+    report = check(played, tensors, checkpoints["qwen3"])
+    assert report.verdict is Verdict.UNKNOWN and "of them in part" in report.how
     as_sglang(played, tensors | {Q: within})
     [difference] = check(played, tensors, checkpoints["qwen3"]).differences
     assert (difference.shape, difference.first, difference.changed) == ((10, 64), 9 * 64, 64)
+
+
+@pytest.mark.parametrize("shown", [[], [[]], 3.0, [[1.0], [2.0, 3.0]], "text"])
+def test_replies_of_sglang_that_are_no_rows_leave_the_question_open(shown, played, checkpoints):
+    as_sglang(played, {})
+    played.routes["POST", "/get_weights_by_name"] = lambda body: (200, shown)
+    report = check(played, random_tensors(SPECS["qwen3"]), checkpoints["qwen3"])
+    assert (report.verdict, report.tensors) == (Verdict.UNKNOWN, 0)
+
+
+def test_rows_of_sglang_of_another_length_are_another_shape(played, checkpoints):
+    tensors = random_tensors(SPECS["qwen3"])
+    as_sglang(played, tensors | {Q: tensors[Q][:, :-1]})
+    [difference] = check(played, tensors, checkpoints["qwen3"]).differences
+    assert (difference.tensor, difference.kind) == (Q, "shape")
+
+
+WEIGHTS = {"version": "1", "weight_epoch": 1, "boot_id": "b", "dtype": "float32", "fingerprint": "f"}
+NO_TOKENS: dict[str, Any] = {"tokens": [], "token_logprobs": []}
+
+
+@pytest.mark.parametrize(
+    ("route", "reply", "named"),
+    [
+        ("GET /v1/weights", {"weight_epoch": 1}, "`version`"),
+        ("GET /v1/weights", WEIGHTS | {"session": "open"}, "`$.session`"),
+        ("GET /v1/weights", WEIGHTS | {"fingerprints": [1]}, "`$.fingerprints`"),
+        ("POST /weight_checker", {"checksums": ["a"]}, "/weight_checker"),
+        ("GET /v1/models", {"data": [{}]}, "`id`"),
+        ("POST /v1/completions", {"choices": [{"index": 0, "logprobs": NO_TOKENS}]}, "0 tokens"),
+    ],
+)
+def test_a_reply_of_another_form_is_named_and_leaves_the_question_open(route, reply, named, played, checkpoints):
+    played.routes = {
+        ("GET", "/version"): lambda body: (200, {"version": "0.25"}),
+        tuple(route.split(" ")): lambda body: (200, reply),
+    }
+    report = check_sync(played.url, random_tensors(SPECS["qwen3"]), model=checkpoints["qwen3"])
+    assert report.verdict is Verdict.UNKNOWN and named in report.how and "Error" not in report.how.partition("(")[0]
+
+
+def test_user_and_password_of_a_url_are_not_in_the_report(played, checkpoints):
+    url = played.url.replace("://", "://me:secret-word@")
+    report = check_sync(url, random_tensors(SPECS["qwen3"]), model=checkpoints["qwen3"])
+    assert report.url == played.url and "secret-word" not in report.text()
 
 
 def test_a_quantized_sglang_shows_no_tensors(played, checkpoints):
@@ -150,7 +196,7 @@ def test_a_server_that_cannot_be_asked_leaves_the_question_open(played, checkpoi
     assert report.exit_status == 2 and "expected a valid key" in report.how
     assert set(played.keys) == {"Bearer secret"}
     report = check_sync("http://127.0.0.1:9", tensors, model=checkpoints["qwen3"])
-    assert report.exit_status == 2 and "GET http://127.0.0.1:9/v1/weights: ConnectError" in report.how
+    assert report.exit_status == 2 and "GET /v1/weights: ConnectError" in report.how
 
 
 def test_a_model_and_a_dtype_that_are_not_known_leave_the_question_open(played, checkpoints, tmp_path):
