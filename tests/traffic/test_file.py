@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.traffic.file import (
     FORMAT,
     MAGIC,
+    MAX_PIECE_BYTES,
+    MAX_RECORD_BYTES,
     Begin,
     Body,
     Closing,
@@ -99,6 +102,22 @@ def test_a_file_is_never_overwritten(tmp_path):
     assert (tmp_path / "a").read_text() == "precious"
 
 
+def test_records_of_no_recorder_are_refused_and_take_little_memory(tmp_path):
+    opening = framed(OPENING)
+    for content, why in (
+        (opening + framed(Head(7, 1.0, 200, [])), "request 7 goes on, but did not begin"),
+        (opening + b"\x04\0\0\0\xa3\xff\xff\xff", "cannot be read|can be read"),
+        (opening + framed({"type": "other"}), "'other'"),
+        (opening + b"\xff\xff\xff\xff" + bytes(MAX_RECORD_BYTES // 8), "a record of 4294967295 bytes"),
+    ):
+        (tmp_path / "a").write_bytes(MAGIC + zstandard.compress(content))
+        tracemalloc.start()
+        with pytest.raises(InvalidField, match=why):
+            read_recording(str(tmp_path / "a"))
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_PIECE_BYTES
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", MAGIC, MAGIC + b"no zstandard at all"])
 def test_another_file_is_refused(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
@@ -106,9 +125,14 @@ def test_another_file_is_refused(tmp_path, content):
         list(read_records(str(tmp_path / "a")))
 
 
-def test_a_newer_format_is_refused_by_its_number(tmp_path):
-    frame = msgspec.msgpack.encode({"type": "opening", "format": FORMAT + 1, "new": 1})
-    newer = len(frame).to_bytes(4, "little") + frame
+def framed(*records: object) -> bytes:
+    encoded = [msgspec.msgpack.encode(record) for record in records]
+    return b"".join(len(one).to_bytes(4, "little") + one for one in encoded)
+
+
+@pytest.mark.parametrize("fields", [{"new": 1}, {"version": "9", "upstream": "http://a", "began": 0.0}])
+def test_a_newer_format_is_refused_by_its_number(tmp_path, fields):
+    newer = framed({"type": "opening", "format": FORMAT + 1} | fields)
     (tmp_path / "a").write_bytes(MAGIC + zstandard.compress(newer))
     with pytest.raises(InvalidField, match=f"it has format {FORMAT + 1}, and this version reads {FORMAT}"):
         list(read_records(str(tmp_path / "a")))

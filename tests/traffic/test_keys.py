@@ -44,6 +44,20 @@ def test_a_key_in_json_is_removed_at_every_depth_and_wherever_it_stands_again(tr
     assert REMOVED in text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"body": json.dumps({"first": "x", "api_key": "ΣΩжяΣΩжя"})}),
+        json.dumps({"pwd": "ΣΩжяΣΩжя"}),
+        "client_secret=ΣΩжяΣΩжя&grant=1",
+        "grant=1&cl%69ent_secret=ΣΩжяΣΩжя",
+    ],
+)
+def test_a_key_in_json_as_text_and_in_each_field_of_a_form_is_removed(text):
+    cleaned = KeyRemover().body(text.replace("ΣΩжя", "wxyz").encode(), side_is_reply=False).decode()
+    assert "wxyz" not in cleaned and REMOVED in cleaned
+
+
 @examples(40)
 @given(trees(SCALARS))
 def test_json_without_keys_is_unchanged_to_the_byte(tree):

@@ -74,6 +74,7 @@ async def test_a_request_that_was_not_recorded_is_refused_with_the_fields_that_d
         refused = await http.post(COMPLETIONS, json=other)
     error = refused.json()["error"]
     assert refused.status_code == 409 and "(#2)" in error["message"]
+    assert refused.headers["x-should-retry"] == "false"  # for OpenAI's clients
     shown = {one["path"]: (one["recorded"], one["now"]) for one in error["differences"]}
     assert shown == {
         "messages[0].content": ('"a long question, 17+4?"', '"a long question, 18+4?"'),

@@ -85,7 +85,8 @@ def test_the_first_token_that_diverges_is_named_with_both_tokens(trainer):
     assert (answer.token_ids[0], answer.logprobs[0]) == (found.got, found.got_logprob)
 
 
-@pytest.mark.parametrize("size", [0.05, 0.003])  # the smaller one moves log probabilities by less than rounding
+# The smaller one moves log probabilities by less than rounding.
+@pytest.mark.parametrize("size", [pytest.param(0.05, marks=pytest.mark.slow), 0.003])
 def test_weights_of_earlier_updates_are_named(folder, trainer, size):
     oldest = widened(trainer)
     older = with_error(oldest, oldest, size, seed=1)
