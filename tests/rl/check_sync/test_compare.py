@@ -12,6 +12,7 @@ import pytest
 
 from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.core.serving_dtype import dtype_of, in_dtype, widen
+from fastdeploy.rl.check_sync import compare
 from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import CLASSIFIERS, differences
 from fastdeploy.rl.check_sync.report import Difference
@@ -192,6 +193,22 @@ def test_one_tensor_in_the_place_of_two_is_named(trained):
     differing = found(one, twice)
     assert [(d.tensor, d.kind) for d in differing] == [(first, "repeated"), (second, "repeated")]
     assert differing[0].how.endswith(second)
+
+
+def test_tensors_beyond_the_limit_of_bytes_are_told_by_their_digests_only(trained, monkeypatch):
+    one = trained["moe"]
+    monkeypatch.setattr(compare, "BATCH_BYTES", 1)
+    monkeypatch.setattr(compare, "MAX_BYTES", one.trainer.read(EXPERT).nbytes)
+    other = EXPERT.replace("gate", "up")
+    first, second = found(one, {name: one.new[name] + adapter(*one.new[name].shape) for name in (EXPERT, other)})
+    assert (first.kind, first.changed is not None) == ("adapter", True)
+    assert (second.kind, second.changed) == ("unknown", None)
+
+
+def test_a_tensor_of_another_shape_is_told_so(trained):
+    one = trained["dense"]
+    [difference] = found(one, {DOWN: one.new[DOWN][:-1]})
+    assert (difference.kind, difference.shape) == ("shape", one.new[DOWN].shape)
 
 
 def test_every_kind_of_the_table_has_a_planted_fault():
