@@ -1,17 +1,20 @@
-"""A pytest plugin: AReaL's tests that start an engine of SGLang or vLLM start a server of ours instead.
+"""A pytest plugin: AReaL's tests that start an engine of SGLang or vLLM get our server at the address of that engine.
 
-The tests need no GPU then. Their models are a folder of ours, whatever their name.
+The tests need no GPU then. Their models are the folder that our server serves, whatever their name.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 
-PYTHON, MODEL = os.environ["FASTDEPLOY_PYTHON"], os.environ["FASTDEPLOY_MODEL"]
+URL, MODEL = os.environ["FASTDEPLOY_URL"], os.environ["FASTDEPLOY_MODEL"]
+RELAY = str(Path(__file__).with_name("relay.py"))
 ENGINES = ("sglang", "vllm")
 HOST = "127.0.0.1"
 
@@ -24,10 +27,8 @@ def version(name: str) -> str:
 
 
 def command(args: dict[str, Any]) -> list[str]:
-    """Return the command of a server, in the place of an engine's command with the arguments ``args``."""
-    module = ("-m", "fastdeploy.entrypoints.cli", "serve", MODEL)
-    limits = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048")
-    return [PYTHON, "-P", *module, "--host", HOST, "--port", str(args["port"]), *limits]
+    """Return a command in the place of an engine's command with the arguments ``args``."""
+    return [sys.executable, RELAY, str(args["port"]), URL]
 
 
 def pytest_configure() -> None:

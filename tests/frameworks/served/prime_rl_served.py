@@ -16,13 +16,17 @@ from scripted import post, with_script
 async def served_post(self: Any, url: str, *, cast_to: Any, body: dict[str, Any]) -> httpx.Response:
     """``_FakeOpenAIClient.post``, which asks our server."""
     self.calls.append({"url": url, "cast_to": cast_to, "body": body})
-    reply = post(urlsplit(url).path, {**body, "model": ""} if False else {k: v for k, v in body.items() if k != "model"})
+    body = {name: value for name, value in body.items() if name != "model"}  # of no server
+    reply = post(urlsplit(url).path, body)
     told = reply["prompt_logprobs"]
     assert len(told) == len(body["token_ids"]) and told[0] is None
     assert all(str(token) in entry for token, entry in zip(body["token_ids"][1:], told[1:], strict=True))
     script = {name: value for name, value in self._payload.items() if name != "prompt_logprobs"}
     merged = with_script(reply, {**script, "choices": reply["choices"]})
-    numbers = [entry and {token: {"logprob": value["logprob"]} for token, value in entry.items()} for entry in self._payload["prompt_logprobs"]]
+    numbers = [
+        entry and {token: {"logprob": value["logprob"]} for token, value in entry.items()}
+        for entry in self._payload["prompt_logprobs"]
+    ]
     return httpx.Response(200, content=json.dumps({**merged, "prompt_logprobs": numbers}).encode())
 
 

@@ -46,7 +46,9 @@ def with_script(reply: Any, script: Any, where: str = "reply") -> Any:
         return {**reply, **taken}
     if isinstance(script, list):
         assert isinstance(reply, list), f"{where}: expected a list, got {reply!r}"
-        return [with_script(reply[0], entry, f"{where}[]") if reply and entry is not None else entry for entry in script]
+        return [
+            with_script(reply[0], entry, f"{where}[]") if reply and entry is not None else entry for entry in script
+        ]
     number = (int, float)
     same = isinstance(reply, number) if isinstance(script, number) else isinstance(reply, type(script))
     assert same, f"{where}: expected a value as {script!r}, got {reply!r}"

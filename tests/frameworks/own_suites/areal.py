@@ -1,0 +1,7 @@
+"""AReaL: its engines of inference, which the tests start as SGLang or vLLM."""
+
+from __future__ import annotations
+
+from frameworks.own_tests import Suite
+
+SUITE = Suite(name="areal", tests=("tests/test_inference_engines.py",), plugin="areal_served", own_mock=False)
