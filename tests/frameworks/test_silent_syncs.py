@@ -74,11 +74,12 @@ def test_flipped_bits_are_unseen_by_slime_and_named_by_the_check(clean, new_weig
     """SGLang added checksums of all tensors for such transfers (sglang#17009). slime asks for them, but it has nothing
     to compare them with, and compares the labels of the weights only."""
     tensor = "model.layers.0.mlp.down_proj.weight"
-    arm(clean, fault="bits_flipped", tensors=tensor, bits=3, seed=1)
+    arm(clean, fault="bits_flipped", tensors=tensor, bits=64, seed=1)
     assert synced(SLIME, clean, new_weights) == GOOD[SLIME]
     report = check_sync(clean.url, new_weights, previous=[MODEL_DIR])
     assert not report.ok
-    assert [(one.tensor, one.changed) for one in report.differences] == [(tensor, 3)], report.text()
+    assert [one.tensor for one in report.differences] == [tensor], report.text()
+    assert 1 <= report.differences[0].changed <= 64
 
 
 def test_a_failed_sync_that_advanced_a_part_is_told_as_an_error_and_named_by_the_check(clean, new_weights):
