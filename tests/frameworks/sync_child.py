@@ -45,7 +45,7 @@ class Policy:
 
     def stream_weights_via_http(self, rollout_engine_urls: list[str], buffer_size_bytes: int) -> list[Any]:
         data = base64.b64encode(Path(self._folder, "model.safetensors").read_bytes()).decode()
-        reply = self._worker.update_weights_from_tensor([data], flush_cache=True, weight_version=self._version)
+        reply = self._worker.update_weights_from_tensor([data], weight_version=self._version)
         assert reply["success"], reply
         return [reply]
 

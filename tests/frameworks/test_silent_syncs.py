@@ -74,7 +74,7 @@ def test_flipped_bits_are_unseen_by_slime_and_named_by_the_check(clean, new_weig
     """SGLang added checksums of all tensors for such transfers (sglang#17009). slime asks for them, but it has nothing
     to compare them with, and compares the labels of the weights only."""
     tensor = "model.layers.0.mlp.down_proj.weight"
-    arm(clean, fault="bits_flipped", tensors=tensor, bits=64, seed=1)
+    arm(clean, fault="bits_flipped", call="update", tensors=tensor, bits=64, seed=1)
     assert synced(SLIME, clean, new_weights) == GOOD[SLIME]
     report = check_sync(clean.url, new_weights, previous=[MODEL_DIR])
     assert not report.ok
