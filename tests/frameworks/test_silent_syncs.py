@@ -94,13 +94,3 @@ def test_a_failed_sync_that_advanced_a_part_is_told_as_an_error_and_named_by_the
     stale = {one.tensor for one in report.differences if one.kind == "stale"}
     assert stale and stale == {one.tensor for one in report.differences}, report.text()
     assert len(stale) < report.tensors
-
-
-def test_kv_of_old_weights_is_unseen_by_nemo_rl_and_named_by_the_check(clean, new_weights):
-    """NeMo-RL#4018: new requests found prefixes whose KV was up to 17 steps old."""
-    assert check_sync(clean.url, MODEL_DIR).ok
-    arm(clean, fault="kv_kept")
-    assert synced(NEMO_RL, clean, new_weights) == GOOD[NEMO_RL]
-    report = check_sync(clean.url, new_weights, previous=[MODEL_DIR])
-    assert not report.differences, "the weights are right"
-    assert report.kv is Verdict.DIFFERS and not report.ok, report.text()

@@ -1,5 +1,5 @@
-"""A pytest plugin: SGLang, of which miles imports types, imports torchvision, whose wheels need CUDA. Here are the names
-that it imports."""
+"""A pytest plugin: SGLang, of which miles imports types, imports torchvision, whose wheels need CUDA. Here are the
+names that it imports."""
 
 from __future__ import annotations
 
