@@ -75,13 +75,14 @@ RUNTIME = [
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "peft==0.21.2", "requests>=2.31"]
 LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
 PLOTS = ["matplotlib>=3.9,<4"]
+TESTING = ["pytest>=8"]  # for fastdeploy.testing.plugin
 TEST = [
     *PLOTS,
     "hypothesis==6.170.15",  # another version draws other examples
     "anthropic>=0.60",
     "openai>=1.60",
     "peft==0.21.2",
-    "pytest>=8",
+    *TESTING,
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "schemathesis==4.32.5",
@@ -107,6 +108,17 @@ setup(
         "fastdeploy.model_executor.ops": ["*.so"],
     },
     install_requires=RUNTIME + ([] if paddle_for_cuda_is_installed() else ["paddlepaddle>=3.3,<3.4"]),
-    extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ray": RAY, "ui-test": UI_TEST},
-    entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
+    extras_require={
+        "testing": TESTING,
+        "test": TEST,
+        "trl": TRL,
+        "lint": LINT,
+        "plots": PLOTS,
+        "ray": RAY,
+        "ui-test": UI_TEST,
+    },
+    entry_points={
+        "console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"],
+        "pytest11": ["fastdeploy=fastdeploy.testing.plugin"],
+    },
 )

@@ -27,15 +27,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("core", "inter_communicator"),
     "fleet": ("core", "inter_communicator", "client"),
     "http": ("core", "inter_communicator", "client", "fleet"),
+    "faults": ("core", "inter_communicator", "client", "fleet", "http", "scheduler"),
     "bench": (),
     "testing": ("core", "embedded", "rl", "bench"),
+    "traffic": ("core",),
     "rl": ("core",),
     "rl.rollout_model": ("core", "model_executor", "rl"),
     "rl.scoring": ("core", "model_executor", "worker"),
+    "rl.check_sync": ("core", "model_executor", "rl", "rl.scoring"),
     "entrypoints": (
         "core",
         "bench",
         "embedded",
+        "testing",
         "inter_communicator",
         "model_executor",
         "worker",
@@ -43,6 +47,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "client",
         "fleet",
         "http",
+        "faults",
+        "traffic",
+        "rl.check_sync",
     ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
@@ -77,9 +84,8 @@ INSIDE = (
     "acceptance.fleet_chaos",
     "acceptance.lib.chaos",
 )
-WITHOUT_PADDLE = [
-    layer for layer in LAYERS if layer not in ("model_executor", "worker", "rl.rollout_model", "rl.scoring")
-]
+WITH_PADDLE = ("model_executor", "worker", "rl.rollout_model", "rl.scoring", "rl.check_sync")
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in WITH_PADDLE]
 
 
 def module_name(path: Path) -> str:

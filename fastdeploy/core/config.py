@@ -63,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Not flags: heartbeat_s, seconds between two heartbeats to the API servers. lost_commit: an earlier engine of this
     server had newer weights. short_lives: times in a row that the engine of this server has ended, without a minute of
     service between. engines_on_host: engines that share this machine; each takes its part of the memory that is free.
+    faults_dir: as in ServeConfig.
     """
 
     model: str
@@ -72,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lost_commit: bool = False
     short_lives: int = 0
     engines_on_host: int = 1
+    faults_dir: str = ""
 
     dtype: Annotated[str, _engine("of weights and KV cache; auto: the checkpoint's", DTYPES)] = "auto"
     quantization: Annotated[str | None, _engine(QUANTIZATION, QUANTIZATIONS)] = None
@@ -126,8 +128,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     server runs. dialect_hold_ttl_s: the pause routes of frameworks have no field for it, so nobody would release the
     hold of a trainer that died.
 
+    faults: "" = off, "on", or the path of a schedule file. See fastdeploy/faults.
+
     Not flags: http_keepalive_s, seconds after which an idle connection is closed. max_header_kb, header_s: KiB of the
-    headers of a request (431), and seconds in which they must arrive (408).
+    headers of a request (431), and seconds in which they must arrive (408). faults_dir: folder in which the processes
+    of a server with faults keep what is armed.
 
     API keys are not settings, since /server_info shows the settings (see http/guards/keys.py).
     """
@@ -140,6 +145,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     http_keepalive_s: int = 75
     max_header_kb: int = 256
     header_s: float = 30.0
+    faults: str = ""
+    faults_dir: str = ""
 
     host: Annotated[str, _http("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _http("port to listen on, 0 = any free one")] = 8180
@@ -195,6 +202,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
+        _require("workers", not self.faults or self.workers == 1, "1 with --faults: one process counts", self.workers)
         require_positive_numbers(self, but=("port", "control_port", "metrics_port"))
         ttl_s = self.dialect_hold_ttl_s
         _require("dialect_hold_ttl_s", ttl_s <= MAX_TTL_S, "at most 31 days, in seconds", ttl_s)

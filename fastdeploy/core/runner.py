@@ -108,7 +108,8 @@ class Runner(Protocol):
     Staging, a WeightMove, ``checksums`` and ``export`` on other threads, beside steps. Only a commit changes the
     results of ``execute``.
 
-    fingerprint: over all tensors that serve; None without complete weights. standby_nbytes: memory of the standby copy,
+    fingerprint: over all tensors that serve; None without complete weights. fingerprints: of each of these tensors, in
+    hex, in the order of the model; none without complete weights. standby_nbytes: memory of the standby copy,
     the packed weights that do not serve. New weights are written into it, and the old weights become the next one.
     has_weights: there are complete weights to execute with. False while weights sleep, and after a sleep that discarded
     them; a commit makes it True.
@@ -126,6 +127,9 @@ class Runner(Protocol):
 
     @property
     def fingerprint(self) -> str | None: ...
+
+    @property
+    def fingerprints(self) -> dict[str, str]: ...
 
     @property
     def standby_nbytes(self) -> int: ...
@@ -180,10 +184,11 @@ class Runner(Protocol):
         """Return the sha256 (hex) of each tensor that serves, over its bytes in the serving dtype. Raises WrongOrder
         without complete weights."""
 
-    def export(self, path: str) -> int:
+    def export(self, path: str, tensors: Collection[str] = ()) -> int:
         """Write the weights that serve to the new file ``path``, as safetensors with the names of the checkpoint and in
-        the serving dtype, and return the bytes of the file. Runs beside steps, like a Staging. After an error there is
-        no file. Raises OutOfSpace, or WrongOrder without complete weights."""
+        the serving dtype, and return the bytes of the file. tensors: names; none = all. Runs beside steps, like a
+        Staging. After an error there is no file. Raises OutOfSpace, WrongOrder without complete weights, or
+        InvalidField for a name that is no tensor of the model."""
         ...
 
     def begin_sleep(self, tags: Collection[str], discard: bool) -> WeightMove | None:

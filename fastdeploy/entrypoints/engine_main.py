@@ -103,6 +103,10 @@ def serve(
     from fastdeploy.engine.common_engine import CommonEngine
     from fastdeploy.engine.requests.retention import RetainedLog
 
+    if config.faults_dir:
+        from fastdeploy.faults.in_engine import install
+
+        install(config.faults_dir)
     boot_id = uuid.uuid4().hex
     engine = CommonEngine(
         config,

@@ -150,10 +150,13 @@ class Fleet(ProcessTree):
         shutil.rmtree(home, ignore_errors=True)  # of a replica that was killed
         home.mkdir()
         engine = msgspec.structs.replace(
-            self._engine_config, fleet_endpoint=self._endpoint(name), trace=own_file(self._engine_config.trace, name)
+            self._engine_config,
+            fleet_endpoint=self._endpoint(name),
+            trace=own_file(self._engine_config.trace, name),
+            faults_dir=self._faults_dir(),
         )
         serve = msgspec.structs.replace(
-            self._config, host=LOOPBACK, control_port=None, metrics_port=None, session_dir=""
+            self._config, host=LOOPBACK, control_port=None, metrics_port=None, session_dir="", faults=""
         )
         config = ReplicaConfig(engine, with_ports(serve, [listener]))
         args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]

@@ -152,7 +152,15 @@ class ProcessTree(ABC):
 
     def _server_config(self) -> ServeConfig:
         """Return the settings of the processes that serve HTTP. They share the sessions of agents."""
-        return msgspec.structs.replace(self._config, session_dir=self._config.session_dir or self._folder)
+        session_dir = self._config.session_dir or self._folder
+        return msgspec.structs.replace(self._config, session_dir=session_dir, faults_dir=self._faults_dir())
+
+    def _faults_dir(self) -> str:
+        """Return the folder in which all processes find what is armed; "" without --faults."""
+        folder = os.path.join(self._folder, "faults") if self._config.faults else ""
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        return folder
 
     def _answer_counts(self) -> dict[str, str]:
         """Return the environment variable with the folder in which the processes that serve HTTP count together."""

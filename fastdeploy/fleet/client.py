@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from fastdeploy.client.engine_client import MakeStream
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
@@ -137,7 +138,9 @@ class FleetClient:
         """Return how many choices may wait in the queues of all replicas, whatever their states."""
         return sum(replica.max_waiting for replica in self.membership.replicas.values())
 
-    async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
+    async def submit(
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
+    ) -> RequestStream:
         """See EngineClient.submit. A request without a seed gets one here, so that every replica draws the same tokens.
         If no replica may have the request now, the request waits, and its stream is returned at once. Raises QueueFull
         if as many wait as the queues of all replicas may hold."""
@@ -149,7 +152,7 @@ class FleetClient:
         holder = await self._holder(request) if request.retain_s > 0 else None
         self._require_unused(request)  # after the wait above, in which another request with this id may have begun
         fingerprint = request.fingerprint if request.retain_s > 0 else ""
-        outer = RequestStream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
+        outer = make_stream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
         relay = Relay(request, outer, seen, self._dispatcher, self._turn_ended)
         self._relays[request.request_id] = relay
         self._by_client_id.setdefault(relay.client_id, set()).add(request.request_id)
@@ -244,11 +247,11 @@ class FleetClient:
         finally:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
-    def remote_export(self) -> AbstractAsyncContextManager[httpx.Response] | None:
+    def remote_export(self, tensors: Sequence[str]) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers
         ExportWeightsArgs is on this host, or there is none. Raises NotLeader."""
         member = self._remote_exporter()
-        return self.membership.hosts.exported(member) if member is not None else None
+        return self.membership.hosts.exported(member, tensors) if member is not None else None
 
     def remote_adapter_export(self, lora_name: str, file: str) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/adapters/export of a member on another host, as :meth:`remote_export` does for

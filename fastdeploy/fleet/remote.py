@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -108,9 +108,10 @@ class RemoteHosts:
             yield reply
 
     @contextlib.asynccontextmanager
-    async def exported(self, replica: Replica) -> AsyncIterator[httpx.Response]:
-        """Yield the answer to GET /v1/weights/export, whose body is not received yet."""
-        async with self._reply(replica, "GET", EXPORT, silence_s=READ_TIMEOUT_S) as reply:
+    async def exported(self, replica: Replica, tensors: Sequence[str] = ()) -> AsyncIterator[httpx.Response]:
+        """Yield the answer to GET /v1/weights/export, whose body is not received yet. tensors: names; none = all."""
+        params = {"tensors": list(tensors)}
+        async with self._reply(replica, "GET", EXPORT, silence_s=READ_TIMEOUT_S, params=params) as reply:
             yield reply
 
     async def add_part(self, replica: Replica, session: str, weights: httpx.Response) -> None:

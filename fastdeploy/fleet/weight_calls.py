@@ -302,16 +302,16 @@ class AbortUpdateCall(FleetCall[m.AbortUpdateArgs]):
 
 
 class WeightInfoCall(FleetCall[m.WeightInfoArgs]):
-    """A question for the label and fingerprint of all members, and for the checksums of one. Equal fingerprints over
-    all tensors show that the checksums are equal too, so the others need not compute them. Members that differ outside
-    of a commit are an error."""
+    """A question for the label and fingerprint of all members, and for the tensors of one. Equal fingerprints over all
+    tensors show that those of the others are equal too, so the others need not tell them. Members that differ outside
+    of a commit are an error, whose detail has "served": what each of them serves, by name."""
 
     def participants(self, names: Sequence[str]) -> Sequence[str]:
         self._first = names[0]
         return names
 
     def messages_to_prepare(self, name: str) -> list[m.Args]:
-        return [m.WeightInfoArgs(checksums=self.args.checksums and name == self._first)]
+        return [self.args if name == self._first else m.WeightInfoArgs()]
 
     def work_s(self, command: Command) -> float:
         return self.config.stage_timeout_s if self.args.checksums else 0.0
@@ -319,7 +319,8 @@ class WeightInfoCall(FleetCall[m.WeightInfoArgs]):
     def on_success(self) -> dict[str, Any]:
         labels = {name: CommittedState.of(result) for name, result in self.results.items()}
         if len(set(labels.values())) > 1 and self.in_quorum and not self.state.changing:
-            raise FleetCallFailed(f"the replicas do not serve the same weights: {labels}")
+            served = {name: label._asdict() for name, label in labels.items()}
+            raise FleetCallFailed(f"the replicas do not serve the same weights: {labels}", served=served)
         report = super().on_success()
         if report["session"] is not None:
             found = [

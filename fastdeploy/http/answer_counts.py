@@ -45,6 +45,10 @@ class AnswerCounts:
             self._shown = CollectorRegistry()
             self._shown.register(_AllProcesses(folder))
 
+    def show(self, collector: Collector) -> None:
+        """Show the metrics of ``collector``, too."""
+        self._shown.register(collector)
+
     def add(self, scope: Scope, status: int) -> None:
         """Count one answer. A path is that of the route, with its parameters by name, so there are few of them."""
         method = scope["method"] if scope["method"] in METHODS else "OTHER"

@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from fastapi import APIRouter, FastAPI
+from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError, InvalidField, RouteNotFound
 from fastdeploy.core.process import VERSION
 from fastdeploy.http.answer_counts import CountAnswers
 from fastdeploy.http.context import ServingContext
@@ -64,8 +66,24 @@ ROUTERS = {
 }
 
 
+class Extension(Protocol):
+    """Routes, a metric and middleware that a server has beside its own: those of fastdeploy.faults. middleware: wraps
+    an application. may_control: returns the error for a request that may not use control routes."""
+
+    @property
+    def collector(self) -> Collector: ...
+
+    def router(self) -> APIRouter: ...
+
+    def middleware(self, app: ASGIApp, may_control: Callable[[Scope], FastDeployError | None]) -> ASGIApp: ...
+
+
 def create_app(
-    client: ServingClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
+    client: ServingClient,
+    tokenizer: Tokenizer | None,
+    config: ServeConfig,
+    keys: Keys = NO_KEYS,
+    faults: Extension | None = None,
 ) -> FastAPI:
     """Return the HTTP application. Its start starts ``client``, and its end closes ``client``."""
 
@@ -97,13 +115,21 @@ def create_app(
     if config.fastdeploy_form:
         routers.insert(0, ("FastDeploy", form_router(context, weights)))
     routers += [("", docs_router(app)), ("", ui_router(client))]
+    if faults is not None:
+        routers.append(("Faults", faults.router()))
+        context.answer_counts.show(faults.collector)
     for tag, router in routers:
         app.include_router(router, tags=[tag])
     routes = RouteTable(route for _, router in routers for route in router.routes)
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     answer = refused if config.fastdeploy_form else error_response
-    app.add_middleware(Guard, check=AccessPolicy.of(config, keys, routes).check, answer=answer)
+    policy = AccessPolicy.of(config, keys, routes)
+    if faults is None:
+        app.add_middleware(Guard, check=refuse_faults)
+    else:
+        app.add_middleware(faults.middleware, may_control=policy.check_control)
+    app.add_middleware(Guard, check=policy.check, answer=answer)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -130,6 +156,15 @@ def docs_router(app: FastAPI) -> APIRouter:
         return HTMLResponse(page(app.openapi()))
 
     return router
+
+
+def refuse_faults(scope: Scope) -> FastDeployError | None:
+    """Return the error for a request that asks for a fault of a server without. A test that gets no fault would prove
+    nothing, so the header is not ignored."""
+    hint = "faults are off: start the server with --faults"
+    if scope["path"] == "/v1/faults":
+        return RouteNotFound(hint)
+    return InvalidField("X-Fault", hint) if any(name == b"x-fault" for name, _ in scope["headers"]) else None
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:

@@ -29,7 +29,8 @@ ErrorAnswer = Callable[[FastDeployError], Response]
 Neutral = Mapping[str, tuple[Any, ...]]
 
 # Query parameters that may be repeated; those in COMMAS may also hold a list separated by commas.
-LISTS, COMMAS = frozenset({"req_ids", "request_ids", "tags"}), frozenset({"request_ids", "tags"})
+LISTS = frozenset({"req_ids", "request_ids", "tags", "tensors"})
+COMMAS = frozenset({"request_ids", "tags"})
 # A call that names an adapter is refused, unless it has the field: it would act on the whole engine. Clients of other
 # engines send "" for no adapter.
 NO_ADAPTER: Neutral = {"lora_name": (None,)}

@@ -181,11 +181,13 @@ class WeightInfoArgs(Args, frozen=True):
     """The question for the weights that serve. Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors
     that serve or null, "eos_token_ids", "dtype": of the weights, "quantization": if there is one, "standby_nbytes":
     memory of the standby copy, "session": {...} or null, "asleep": [tags]}. checksums: reply also {"checksums":
-    {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
+    {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}. fingerprints: reply also
+    {"fingerprints": {tensor: its fingerprint in hex, from the update that brought it}}, in the order of the model."""
 
     reads = True
 
     checksums: bool = False
+    fingerprints: bool = False
 
 
 class ModelInfoArgs(Args, frozen=True):
@@ -230,12 +232,13 @@ class FleetStateArgs(Args, frozen=True):
 
 class ExportWeightsArgs(Args, frozen=True):
     """The call that writes the weights that serve to a new file in the upload folder, as safetensors with the names and
-    types of a checkpoint, beside the steps. Reply: {"path", "nbytes", and the fields of CommittedState}. The caller
-    deletes the file. UpdateInProgress if a commit changed the weights meanwhile."""
+    types of a checkpoint, beside the steps. tensors: names; none = all. Reply: {"path", "nbytes", and the fields of
+    CommittedState}. The caller deletes the file. UpdateInProgress if a commit changed the weights meanwhile."""
 
     leader_only = False
 
     timeout_s: float | None = None
+    tensors: tuple[str, ...] = ()
 
 
 class RetainedArgs(Args, frozen=True):

@@ -66,7 +66,7 @@ class Connection:
         """The key for data routes; "" = none."""
         return self._api_key or self._control_key
 
-    def _target(self, path: str) -> tuple[str, dict[str, str]]:
+    def target(self, path: str) -> tuple[str, dict[str, str]]:
         """Return the address and the authorization header of a route. The control key opens the data routes too."""
         if path in DATA_ROUTES or path.startswith(SESSIONS):
             url, key = self.url + path, self.data_key
@@ -84,7 +84,7 @@ class Connection:
     ) -> dict[str, Any]:
         """Return the result of a route (``kwargs`` of httpx). upload: pieces of the body, which are tensors; None: no
         body, or that in ``kwargs``. Raises Unreachable, also after ``timeout_s``, or the server's error."""
-        url, headers = self._target(path)
+        url, headers = self.target(path)
         send = self.http.request if upload is None else self._upload
         if upload is not None:
             headers["Content-Type"] = "application/octet-stream"
@@ -117,7 +117,7 @@ class Connection:
         connection alive). Leaving the block early cancels the request. Raises Unreachable if the connection breaks, or
         the server's error."""
         timeout = httpx.Timeout(silence_s, connect=min(silence_s, 10.0), pool=None)
-        url, headers = self._target(path)
+        url, headers = self.target(path)
         try:
             async with self.http.stream("POST", url, json=body, timeout=timeout, headers=headers) as reply:
                 if reply.status_code != 200:

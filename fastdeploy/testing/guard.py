@@ -3,7 +3,7 @@
     python -I -S guard.py PROGRAM STATUS_FD FOLDER COMMAND...
 
 PROGRAM: process id of the program, the parent of the guard. STATUS_FD: gets a line with the server's process id, and
-one with its exit status when it has ended (negative: a signal). FOLDER: removed at the end.
+one with its exit status when it has ended (negative: a signal); then it is closed. FOLDER: removed at the end.
 
 The guard is the subreaper of the server (see prctl(2)): a process of the server whose parent has ended becomes a child
 of the guard, also if it is in another session. So the guard can kill all of them, and no other process.
@@ -89,6 +89,7 @@ class Guard:
                 if pid == self._server:
                     self._runs = False
                     self._report(os.waitstatus_to_exitcode(status))
+                    os.close(self._status_fd)
         return False
 
     def _signals(self) -> bytes:

@@ -94,10 +94,11 @@ class ServerProcess:
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the server when it ends (negative: a signal); None after ``timeout_s``."""
-        with self._lock:
-            if self._code is None and select.select([self._status], [], [], timeout_s)[0]:
-                self._code = self._read_status()
-            return self._code
+        if self._code is None and select.select([self._status], [], [], timeout_s)[0]:
+            with self._lock:
+                if self._code is None:
+                    self._code = self._read_status()
+        return self._code
 
     def poll(self) -> int | None:
         """Return the exit status of the server; None = it runs."""
@@ -162,9 +163,15 @@ class ServerProcess:
         """Return the processes of the server whose command line, joined by spaces, contains ``of``."""
         return [pid for pid in self.processes() if of in " ".join(command_words(pid))]
 
-    def log(self) -> str:
-        """Return the log so far."""
-        return self.log_path.read_text(errors="replace")
+    def log(self, begin: int = 0) -> str:
+        """Return the log from byte ``begin`` on; empty if the log was removed."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.log_path.read_bytes()[begin:].decode(errors="replace")
+        return ""
+
+    def log_size(self) -> int:
+        """Return the bytes of the log so far."""
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def log_end(self) -> str:
         """Return the last lines of the log, with a heading."""

@@ -159,11 +159,11 @@ def serve(
     ready_s: float = READY_S,
     log: str | Path | None = None,
 ) -> Server:
-    """Return a server that runs ``fastdeploy serve`` with these flags, for a ``with`` block, which raises ServerFailed
-    if the server is not ready after ``ready_s``. model: a folder, or a name of
-    MODELS; None = the embedded model."""
-    folder = folder_of(model)
-    command = [*FASTDEPLOY, "serve", "--model", str(folder), *flags]
+    """Start ``fastdeploy serve`` with these flags, and return the server for a ``with`` block, which raises
+    ServerFailed if the server is not ready after ``ready_s``. model: a folder, or a name of MODELS; None = the embedded
+    model. Other arguments: see ServerProcess."""
+    folder, named = _folder_and_flags(model)
+    command = [*FASTDEPLOY, "serve", *named, *flags]
     return Server(command, folder, ready_s=ready_s, environment=environment, log=log)
 
 
@@ -175,21 +175,22 @@ def serve_fleet(
     ready_s: float = READY_S,
     log: str | Path | None = None,
 ) -> Server:
-    """Return a server that runs ``fastdeploy fleet``. See serve."""
-    folder = folder_of(model)
-    command = [*FASTDEPLOY, "fleet", "--replicas", str(replicas), "--model", str(folder), *flags]
+    """Start ``fastdeploy fleet`` with this many replicas. See serve."""
+    folder, named = _folder_and_flags(model)
+    command = [*FASTDEPLOY, "fleet", "--replicas", str(replicas), *named, *flags]
     return Server(command, folder, members=replicas, ready_s=ready_s, environment=environment, log=log)
 
 
-def folder_of(model: str | Path | None) -> Path:
-    """Return the folder of a model, which is a folder or a name of MODELS. Raises ValueError for anything else."""
+def _folder_and_flags(model: str | Path | None) -> tuple[Path, list[str]]:
+    """Return the folder of a model, and the flags that name it. Raises ValueError if it is none."""
     if model is None:
-        return MODEL_DIR
+        return MODEL_DIR, []
     if (Path(model) / "config.json").is_file():
-        return Path(model)
+        return Path(model), ["--model", str(model)]
     from fastdeploy.testing.models import MODELS, model_folder  # imports numpy
 
     if model not in MODELS:
         names = ", ".join(MODELS)
         raise ValueError(f"model: expected a folder with a config.json, None or one of {names}, got {str(model)!r}")
-    return model_folder(str(model))
+    folder = model_folder(str(model))
+    return folder, ["--model", str(folder), "--served-model-name", str(model)]

@@ -167,6 +167,10 @@ class ModelRunner:
         return None if self.weights is None else self._fingerprint
 
     @property
+    def fingerprints(self) -> dict[str, str]:
+        return {} if self.weights is None else {name: one.hex for name, one in self._fingerprints.items()}
+
+    @property
     def standby_nbytes(self) -> int:
         return self._standby.nbytes
 
@@ -223,10 +227,10 @@ class ModelRunner:
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
 
-    def export(self, path: str) -> int:
+    def export(self, path: str, tensors: Collection[str] = ()) -> int:
         """See ``Runner.export``."""
         with paddle.no_grad():
-            return export_weights(self.ops, self.model.parameters, self._values(), path)
+            return export_weights(self.ops, self.model.parameters, self._values(), path, tensors)
 
     def begin_sleep(self, tags: Collection[str], discard: bool) -> SpillMove[Spill] | None:
         """See ``Runner.begin_sleep``."""

@@ -11,13 +11,13 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 
-from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
+from fastdeploy.core.errors import EngineError, InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.files import new_locked_file, write_all
 from fastdeploy.core.serving_dtype import dtype_of
 from fastdeploy.model_executor.ops.interface import Ops
@@ -148,17 +148,24 @@ def _read_into(fd: int, buffer: memoryview, offset: int, check: Check) -> None:
         check()
 
 
-def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[str, Value], path: str) -> int:
-    """Write every checkpoint tensor in the serving dtype to the new file ``path``, and return its bytes. The file is
-    locked while it is written (see core/files.py). After an error there is no file. Raises OutOfSpace, or
-    EngineError if the file cannot be written."""
-    header, nbytes = _header(ops.dtype, parameters)
+def export_weights(
+    ops: Ops, parameters: Sequence[Parameter], values: Mapping[str, Value], path: str, tensors: Collection[str] = ()
+) -> int:
+    """Write checkpoint tensors in the serving dtype to the new file ``path``, and return its bytes. tensors: names;
+    none = all. The file is locked while it is written (see core/files.py). After an error there is no file. Raises
+    OutOfSpace, EngineError if the file cannot be written, or InvalidField for an unknown name."""
+    wanted = {name: parameter for parameter in parameters for name in parameter.tensors}
+    if tensors:
+        if unknown := sorted(set(tensors) - wanted.keys()):
+            raise InvalidField("tensors", f"{unknown[0]!r} is not a tensor of this model")
+        wanted = {name: parameter for name, parameter in wanted.items() if name in tensors}
+    header, nbytes = _header(ops.dtype, wanted)
     try:
         with new_locked_file(path, 0o600) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)  # a full disk is found at once
                 write_all(file, header)
-                for piece in _pieces(ops, parameters, values):
+                for piece in _pieces(ops, wanted, values):
                     write_all(file, as_bytes(np.ascontiguousarray(piece)))
                 assert file.tell() == len(header) + nbytes
             except BaseException:
@@ -170,20 +177,19 @@ def export_weights(ops: Ops, parameters: Sequence[Parameter], values: Mapping[st
     return len(header) + nbytes
 
 
-def _header(dtype: str, parameters: Iterable[Parameter]) -> tuple[bytes, int]:
-    """Return the beginning of the file, and the bytes of all tensors behind it."""
+def _header(dtype: str, tensors: Mapping[str, Parameter]) -> tuple[bytes, int]:
+    """Return the beginning of the file, and the bytes of all tensors behind it. tensors: name and parameter of each."""
     table, end = {}, 0
-    for parameter in parameters:
-        for name, shape in parameter.shapes.items():
-            name_of_dtype, width = DTYPES[dtype_of(name, dtype)]
-            begin, end = end, end + width * math.prod(shape)
-            table[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": (begin, end)}
+    for name, parameter in tensors.items():
+        shape = parameter.shapes[name]
+        name_of_dtype, width = DTYPES[dtype_of(name, dtype)]
+        begin, end = end, end + width * math.prod(shape)
+        table[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(table)
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, end
 
 
-def _pieces(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value]) -> Iterable[np.ndarray]:
-    for parameter in parameters:
-        for name in parameter.tensors:
-            yield from unpack(ops, parameter, values[parameter.key], name)
+def _pieces(ops: Ops, tensors: Mapping[str, Parameter], values: Mapping[str, Value]) -> Iterable[np.ndarray]:
+    for name, parameter in tensors.items():
+        yield from unpack(ops, parameter, values[parameter.key], name)

@@ -291,7 +291,7 @@ class FakeRunner:
         self._known: dict[int, Known] = {}  # by the number of the sequence
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
-    def export(self, path: str) -> int:
+    def export(self, path: str, tensors: Collection[str] = ()) -> int:
         """Write "w<k>" for the weights k, which FakeStaging reads again."""
         assert self.may_stage.wait(30)
         text = f"w{self.weights}"
@@ -420,6 +420,10 @@ class FakeRunner:
     @property
     def fingerprint(self) -> str | None:
         return fingerprint_of(self.weights) if self.has_weights else None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        return {"weights": tensor_fingerprint(self.weights)} if self.has_weights else {}
 
     def refresh_standby(self) -> None:
         assert self.may_stage.wait(30)

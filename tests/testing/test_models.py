@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing import Server, serve
 from fastdeploy.testing.models import MODELS, cache_folder, model_folder
 from fastdeploy.testing.tensors import perturbed_copy
 
@@ -60,23 +59,19 @@ def test_qwen3_is_the_embedded_model():
 @pytest.mark.processes
 @pytest.mark.parametrize("name", MADE)
 def test_a_model_answers_a_chat_and_takes_an_update(name, tmp_path):
-    folder = model_folder(name, tmp_path / "models")
-    perturbed_copy(folder, tmp_path / "next", scale=0.3)
-    server = Server("--model", str(folder))
-    try:
-        server.wait_ready()
-        old, new = answer(server), "step-1"
-        body = {"model_path": str(tmp_path / "next"), "version": new}
-        assert server.post("/v1/update_weights", body).result["status"] == "committed"
-        assert (again := answer(server))["weight_versions"][0]["version"] == new
-        assert again["token_ids"] != old["token_ids"]
-    finally:
-        server.remove()
+    perturbed_copy(model_folder(name, tmp_path / "models"), tmp_path / "next", scale=0.3)
+    with serve(name) as server:
+        old = answer(server)
+        update = {"model_path": str(tmp_path / "next"), "version": "step-1"}
+        assert server.call("POST", "/v1/update_weights", update)[0] == 200
+        new = answer(server)
+    assert [choice["weight_versions"][0]["version"] for choice in (old, new)] == ["0", "step-1"]
+    assert old["token_ids"] != new["token_ids"]
 
 
 def answer(server: Server) -> dict:
     messages = [{"role": "user", "content": "12+34="}]
     body = {"messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    choice = server.post("/v1/chat/completions", body).json["choices"][0]
-    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 16, json.dumps(choice)
-    return choice
+    status, reply = server.call("POST", "/v1/chat/completions", body)
+    assert status == 200 and len(reply["choices"][0]["token_ids"]) == 16, reply
+    return reply["choices"][0]

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
+from fastdeploy.core.errors import EngineError, InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.fingerprint import fingerprint
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.safetensors_source import open_source
 from support.specs import SPECS
@@ -35,6 +36,19 @@ def test_the_file_has_the_tensors_and_types_of_the_checkpoint(name, make_runner,
     with open_source(FileSource(str(path))) as reader:
         reader.check({n: tensor.shape for n, tensor in expected.items()})
         assert {n: reader.read_bytes(n).tobytes() for n in expected} == {n: t.tobytes() for n, t in expected.items()}
+
+
+def test_an_export_of_some_tensors_has_these_only_in_the_order_of_the_model(make_runner, tmp_path):
+    runner, path = make_runner("qwen2"), tmp_path / "export.safetensors"
+    first, second = list(runner.fingerprints)[3], list(runner.fingerprints)[1]
+    runner.export(str(path), [first, second])
+    with open_source(FileSource(str(path))) as reader:
+        assert list(reader.entries) == [second, first]
+        for name in reader.entries:
+            assert fingerprint(reader.read(name)).hex == runner.fingerprints[name]
+    with pytest.raises(InvalidField, match=r"tensors: 'other\.weight' is not a tensor of this model"):
+        runner.export(str(tmp_path / "other.safetensors"), [first, "other.weight"])
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_an_export_that_fails_leaves_no_file(make_runner, tmp_path, monkeypatch):

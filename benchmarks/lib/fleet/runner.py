@@ -122,6 +122,10 @@ class SleepingRunner:
     def fingerprint(self) -> str | None:
         return fingerprint_of(self.weights) if self.has_weights else None
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        return {"weights": fingerprint_of(self.weights)[-32:]} if self.has_weights else {}
+
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         assert self.has_weights and not self.asleep
         began = time.monotonic()
@@ -177,7 +181,7 @@ class SleepingRunner:
     def checksums(self) -> dict[str, str]:
         return {"weights": fingerprint_of(self.weights)}
 
-    def export(self, path: str) -> int:
+    def export(self, path: str, tensors: Collection[str] = ()) -> int:
         """Write the text "w<k>" for the weights k, which SleepingStaging reads again."""
         return Path(path).write_text(f"w{self.weights}")
 

@@ -40,16 +40,20 @@ class WeightInfo:
 
     @handles(WeightInfoArgs)
     def info(self, args: WeightInfoArgs, answer: Answer) -> None:
-        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them."""
+        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them. Raises WrongOrder
+        for tensors of weights that are not complete."""
+        for asked, what in ((args.checksums, "checksums"), (args.fingerprints, "fingerprints")):
+            if asked and not self._runner.has_weights:
+                raise WrongOrder(f"there are no {what}: the weights sleep, or are not complete")
         label = self._scope.weights_label()
         result = {**label, "dtype": self._runner.info.dtype, **self._committed()._asdict()}
         result["standby_nbytes"] = self._runner.standby_nbytes
         result |= {"session": self._sessions.describe_session(), "asleep": sorted(self._runner.asleep)}
+        if args.fingerprints:
+            result["fingerprints"] = self._runner.fingerprints
         if not args.checksums:
             answer(result, None)
             return
-        if not self._runner.has_weights:
-            raise WrongOrder("there are no checksums: the weights sleep, or are not complete")
 
         def on_computed(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
             if error is None and self._scope.weights_label() != label:
@@ -75,8 +79,8 @@ class WeightInfo:
         def work() -> tuple[str, int]:
             for path in paths[:-1]:
                 with contextlib.suppress(OutOfSpace):
-                    return path, self._runner.export(path)
-            return paths[-1], self._runner.export(paths[-1])
+                    return path, self._runner.export(path, args.tensors)
+            return paths[-1], self._runner.export(paths[-1], args.tensors)
 
         def on_written(written: tuple[str, int] | None, error: FastDeployError | None, seconds: float) -> None:
             if written is not None and error is None and self._committed() != committed:

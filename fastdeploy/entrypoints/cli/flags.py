@@ -24,6 +24,7 @@ from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key
 # Variables of the environment that are ours and no settings.
 OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
 NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, *(PREFIX + name for name in OTHERS))
+FAULTS_ON = "on"
 USAGE = "%(prog)s [MODEL] [--FLAG VALUE ...]"
 EMBEDDED_NAME = "fastdeploy-embedded"
 MAX_KEY_BYTES = 4096
@@ -35,7 +36,8 @@ def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
     after all flags."""
     parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     add = parser.add_argument
-    add("--model", metavar="PATH", help="folder of Hugging Face or Paddle; without it the embedded model is served")
+    text = "folder of Hugging Face or Paddle, or qwen3, llama, ernie or moe: tiny models for tests (default: qwen3)"
+    add("--model", metavar="PATH", help=text)
     add("--served-model-name", metavar="NAME", help="the model's name in requests and replies (the folder's name)")
     text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
     add("--model-root", action="append", metavar="PATH", help=text)
@@ -45,6 +47,8 @@ def add_serve_flags(parser: SettingsParser, but: Sequence[str] = ()) -> None:
     add("--control-key", metavar="FILE", help=text)
     text = f"file of the secret that gateway and engines of other hosts share (or {FLEET_KEY}, the secret itself)"
     add("--fleet-key-file", metavar="FILE", help=text)
+    text = "let requests break this server, to test clients and trainers; FILE: a scenario (docs/faults.md) (off)"
+    add("--faults", nargs="?", const=FAULTS_ON, default="", metavar="FILE", help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field, flag in [*flags_of(ServeConfig), *flags_of(EngineConfig)]:
         if flag.heading not in groups:
@@ -73,23 +77,20 @@ def _comma_list(text: str) -> tuple[str, ...]:
 
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """Return the checked configs of an engine and its API servers. Raises InvalidField, which names a setting."""
-    from fastdeploy.embedded import MODEL_DIR
-
     if args.folder and args.model:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
     if "" in (args.folder, args.model):  # a variable of a script that is not set must not serve the embedded model
         raise InvalidField("model", "expected a folder, got an empty text")
     given_model = args.folder or args.model
-    model = os.path.abspath(given_model or MODEL_DIR)
-    if not os.path.isfile(os.path.join(model, "config.json")):
-        hint = "" if os.path.isdir(model) else "; nothing is downloaded"
-        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}{hint}")
-    name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
+    model, own_name = find_model(given_model)
+    name = args.served_model_name or own_name
     any_path = ["/"] if is_loopback(args.host) else []
     roots = any_path if args.model_root is None else args.model_root
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
         roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
+    if args.faults not in ("", FAULTS_ON):
+        args.faults = os.path.abspath(args.faults)
     if args.trace:
         args.trace = os.path.abspath(args.trace)
     if args.session_dir:
@@ -104,6 +105,30 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         return {field: given[field] for field in kind.__struct_fields__ if field in given}
 
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
+
+
+def find_model(given: str | None) -> tuple[str, str]:
+    """Return the folder of the model that is given, and the model's name. given: a folder, or a name of a tiny model if
+    there is no such folder; None: the embedded model. Raises InvalidField."""
+    from fastdeploy.embedded import MODEL_DIR
+
+    if given is None:
+        return str(MODEL_DIR), EMBEDDED_NAME
+    model = os.path.abspath(given)
+    if os.path.isfile(os.path.join(model, "config.json")):
+        return model, os.path.basename(model)
+    if os.path.isdir(model):
+        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}")
+    from fastdeploy.testing.models import MODELS, model_folder
+
+    if given not in MODELS:
+        names = ", ".join(MODELS)
+        text = f"expected a folder with a config.json, or one of {names}, got {model!r}; nothing is downloaded"
+        raise InvalidField("model", text)
+    try:
+        return str(model_folder(given)), given
+    except (OSError, ValueError) as error:
+        raise InvalidField("model", f"{given} cannot be written: {error}") from None
 
 
 def read_template(given: str | None) -> str:
@@ -133,8 +158,23 @@ def read_start(args: argparse.Namespace) -> Start:
     args.without_effect += take_variables(os.environ)
     engine, serve = configs(args)
     keys = read_keys(args.api_key, args.control_key, os.environ)
+    check_faults(serve, keys, is_fleet=hasattr(args, "replicas"))
     put_fleet_key(args.fleet_key_file, os.environ)
     return Start(engine, serve, keys, pop_fleet_key(os.environ))
+
+
+def check_faults(config: ServeConfig, keys: Keys, is_fleet: bool) -> None:
+    """Raise InvalidField for --faults on a server that others may depend on: one with keys that other machines reach.
+    Raise it for a schedule file that cannot be read, too."""
+    if not config.faults:
+        return
+    if not is_loopback(config.host) and (keys.data or keys.control):
+        why = f"refused with keys on {config.host}, which other machines reach: a server that is shared must not fail"
+        raise InvalidField("faults", f"{why}. Take a loopback --host, or no keys")
+    if config.faults != FAULTS_ON:
+        from fastdeploy.faults.rules import read_file
+
+        read_file(config.faults, is_fleet)
 
 
 def announce(args: argparse.Namespace, name: str, start: Start) -> None:

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     engine, serve, keys, fleet_key = start
     on_ray = args.ray is not None
     spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
+    if serve.faults and spec is not None:
+        raise InvalidField("faults", "expected a fleet whose replicas run on this host: --replicas N")
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
     parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module)

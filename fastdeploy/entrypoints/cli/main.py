@@ -14,7 +14,20 @@ from fastdeploy.entrypoints.cli.settings import SettingsParser, named_source
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
-COMMANDS = ("serve", "fleet", "check", "bench", "run-batch", "chat", "complete", "tokenizer", "collect-env")
+COMMANDS = (
+    "serve",
+    "fleet",
+    "check",
+    "check-sync",
+    "bench",
+    "run-batch",
+    "record",
+    "replay",
+    "chat",
+    "complete",
+    "tokenizer",
+    "collect-env",
+)
 
 
 def make_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

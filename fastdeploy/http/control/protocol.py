@@ -179,6 +179,11 @@ class AbortUpdateBody(Body):
 
 class WeightInfoBody(Body):
     checksums: bool = False
+    fingerprints: bool = False
+
+
+class ExportBody(Body):
+    tensors: list[str] = []
 
 
 class SleepBody(Body):

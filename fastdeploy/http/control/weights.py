@@ -29,6 +29,7 @@ from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
     CommitBody,
+    ExportBody,
     PartBody,
     ResetBody,
     SleepBody,
@@ -37,7 +38,7 @@ from fastdeploy.http.control.protocol import (
     WakeBody,
     WeightInfoBody,
 )
-from fastdeploy.http.openapi import takes
+from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload, upload_update
 from fastdeploy.inter_communicator import messages as m
 
@@ -73,7 +74,7 @@ def weights_router(context: ServingContext) -> APIRouter:
 
     @routes.get("/v1/weights", WeightInfoBody)
     async def weight_info(body: WeightInfoBody) -> dict[str, Any]:
-        return await client.call(m.WeightInfoArgs(body.checksums))
+        return await client.call(m.WeightInfoArgs(body.checksums, body.fingerprints))
 
     @routes.post("/v1/weights/begin", BeginBody)
     async def begin(body: BeginBody) -> dict[str, Any]:
@@ -92,14 +93,15 @@ def weights_router(context: ServingContext) -> APIRouter:
     routes.call("/v1/wakeup", WakeBody, client, m.WakeArgs)
     routes.call("/v1/reset", ResetBody, client, m.ResetArgs)
 
-    @router.get("/v1/weights/export")
+    @router.get("/v1/weights/export", openapi_extra=asks(ExportBody))
     async def export_weights(request: Request) -> Response:
-        """Answer the weights that serve, with the names of the checkpoint and in the serving dtype. Headers:
-        X-Weight-Epoch, X-Weight-Version (percent-encoded), X-Weight-Fingerprint and X-Weight-EOS-Token-Ids. Steps go on
-        meanwhile. The gateway of a fleet answers the weights of one replica."""
-        if isinstance(context.client, FleetClient) and (answer := context.client.remote_export()) is not None:
+        """Answer the weights that serve, with the names of the checkpoint and in the serving dtype; with ``tensors``,
+        these only. Headers: X-Weight-Epoch, X-Weight-Version (percent-encoded), X-Weight-Fingerprint and
+        X-Weight-EOS-Token-Ids. Steps go on meanwhile. The gateway of a fleet answers the weights of one replica."""
+        tensors = tuple((await read(request, ExportBody)).tensors)
+        if isinstance(context.client, FleetClient) and (answer := context.client.remote_export(tensors)) is not None:
             return await passed_on(answer)
-        export = await _export(context.client)
+        export = await _export(context.client, tensors)
         headers = {
             "Content-Length": str(export["nbytes"]),
             "X-Weight-Epoch": str(export["weight_epoch"]),
@@ -165,9 +167,9 @@ async def _received(reply: httpx.Response, stack: contextlib.AsyncExitStack) -> 
             yield piece
 
 
-async def _export(client: ServingClient) -> dict[str, Any]:
-    """Have the weights exported. If this call is cancelled, the file is removed when it is there."""
-    call = asyncio.ensure_future(client.call(m.ExportWeightsArgs()))
+async def _export(client: ServingClient, tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Have weights exported. If this call is cancelled, the file is removed when it is there."""
+    call = asyncio.ensure_future(client.call(m.ExportWeightsArgs(tensors=tensors)))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:

@@ -17,6 +17,7 @@ from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidFiel
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver, LingeringTransport
 
+CLOSE = "fastdeploy.close"  # an ASGI extension: closes the connection as it is
 WATCHED = "fastdeploy.client_left"  # an ASGI extension, set by a route that wants to know of a half-closed connection
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
@@ -100,6 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Run ``app``. To a route that waits in :func:`client_left`, a half-closed connection looks like a closed one.
         The others send their answers."""
         extensions = scope.setdefault("extensions", {})
+        extensions[CLOSE] = self.transport.close
 
         async def receive_or_end() -> Message:
             return {"type": "http.disconnect"} if self._half_closed and WATCHED in extensions else await receive()

@@ -93,6 +93,12 @@ class AccessPolicy:
         _, port = scope.get("server") or (None, None)
         return self.refusal(path, port, bearer_key(headers), is_upload(path, headers))
 
+    def check_control(self, scope: Scope) -> FastDeployError | None:
+        """Return the error for a request that may not use control routes, whatever its port and its path are."""
+        return self._control_refusal(self.control_port, is_upload=False) or _key_refusal(
+            bearer_key(scope["headers"]), RouteAccess.CONTROL, self.keys
+        )
+
     def refusal(self, path: str, port: int | None, key: bytes | None, is_upload: bool) -> FastDeployError | None:
         """Return the error for a request that breaks a rule of this module, or None. port: local port of the
         connection. key: the key in the Authorization header."""

@@ -64,11 +64,21 @@ class Packer:
         self._serving: ModelWeights | None = None
 
     def snapshot(self, parameters: Mapping[str, paddle.Tensor]) -> Snapshot:
-        """Round and pack the parameters. Raises WeightUpdateRefused for a value that is not finite, or not finite in
-        the serving dtype; then the last snapshot stays valid."""
+        """Round and pack the parameters. Raises as :meth:`pack`; then the last snapshot stays valid."""
+        sources = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in parameters.items()}
+        packed = self.pack(sources)
+        with paddle.no_grad():
+            rounded = {
+                name: paddle.to_tensor(source).astype(DTYPES[dtype_of(name, self._model.ops.dtype)])
+                for name, source in sources.items()
+            }
+        return Snapshot(rounded, packed)
+
+    def pack(self, sources: Mapping[str, np.ndarray]) -> ModelWeights:
+        """Round and pack float32 arrays by checkpoint name. Raises WeightUpdateRefused for a value that is not finite,
+        or not finite in the serving dtype; then the last packed weights stay valid."""
         ops, loan = self._model.ops, self._standby.lend()
         values = StagedValues(self._model, loan)
-        sources = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in parameters.items()}
         items = {
             name: StageItem(values.region(name), "F32", 0, memory=source.reshape(-1).view(np.uint8))
             for name, source in sources.items()
@@ -82,12 +92,7 @@ class Packer:
         old = {} if self._serving is None else self._serving.values
         self._standby.commit(loan, old, packed.values, {})
         self._serving = packed
-        with paddle.no_grad():
-            rounded = {
-                name: paddle.to_tensor(source).astype(DTYPES[dtype_of(name, ops.dtype)])
-                for name, source in sources.items()
-            }
-        return Snapshot(rounded, packed)
+        return packed
 
 
 class Scorer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,10 @@ def test_an_export_takes_the_next_folder_where_the_first_has_no_room(tmp_path, m
     monkeypatch.setattr(weight_source, "upload_folders", lambda upload_dir: tuple(map(str, folders)))
 
     class FirstIsFull(FakeRunner):
-        def export(self, path: str) -> int:
+        def export(self, path: str, tensors: Collection[str] = ()) -> int:
             if "first" in path:
                 raise OutOfSpace("full")
-            return super().export(path)
+            return super().export(path, tensors)
 
     export = Harness(FirstIsFull()).ask(m.ExportWeightsArgs(), rounds=3).result
     assert Path(export["path"]).parent == folders[1] and os.listdir(folders[0]) == []

@@ -10,7 +10,7 @@ from engine.weight_calls import assert_serves, begin, chunk, hold_ids, paused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.handlers import handlers_of
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import expected_tokens
+from support.fake_runner import expected_tokens, tensor_fingerprint
 from support.harness import PROMPT, Harness, one_running
 
 
@@ -132,6 +132,17 @@ def test_weight_info_describes_the_session_and_steps_go_on_while_checksums_are_c
     result = h.reply(call).result
     assert result["checksums"] == {"weights": one}
     assert result["checksum"] == hashlib.sha256(f"weights:{one}\n".encode()).hexdigest()
+
+
+def test_weight_info_has_the_fingerprint_of_every_tensor_on_demand():
+    h = Harness()
+    assert "fingerprints" not in h.ask(m.WeightInfoArgs()).result
+    for weights in (0, 1):
+        told = h.ask(m.WeightInfoArgs(fingerprints=True)).result["fingerprints"]
+        assert told == {"weights": tensor_fingerprint(weights)}
+        h.update("/w1")
+    h.ask(m.SleepArgs(("weight",)), rounds=4)
+    assert h.failure(m.WeightInfoArgs(fingerprints=True)).code == "wrong_order"
 
 
 def test_checksums_of_weights_that_are_replaced_before_they_are_computed_are_refused():

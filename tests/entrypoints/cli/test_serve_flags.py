@@ -58,6 +58,30 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
     assert parse("--model", folder)[1].pull_root == ""
 
 
+def test_a_tiny_model_is_served_by_its_name_unless_there_is_such_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    engine, _ = parse("--model", "llama")
+    assert engine.model.startswith(f"{tmp_path}/cache/") and engine.served_model_name == "llama"
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(InvalidField, match=f"expected a folder with a config.json, got '{tmp_path}/llama'"):
+        parse("--model", "llama")
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    assert parse("--model", "llama")[0].model == f"{tmp_path}/llama"
+
+
+def test_a_model_that_is_neither_a_folder_nor_a_name_is_refused_with_the_names():
+    with pytest.raises(InvalidField, match="or one of qwen3, llama, ernie, moe, got .*; nothing is downloaded"):
+        parse("--model", "lama")
+
+
+def test_a_tiny_model_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InvalidField, match="moe cannot be written: .*Not a directory"):
+        parse("--model", "moe")
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -56,6 +56,11 @@ def test_the_reply_is_the_file_and_its_headers_name_the_weights(stack, upload_di
     assert os.listdir(upload_dir) == []
 
 
+def test_the_engine_is_asked_for_the_tensors_of_the_query(stack):
+    assert stack.http.get("/v1/weights/export?tensors=a.weight&tensors=b.weight").status_code == 200
+    assert stack.engine.expect(m.ExportWeightsArgs).args == m.ExportWeightsArgs(tensors=("a.weight", "b.weight"))
+
+
 def test_a_client_that_goes_away_leaves_no_file(stack, upload_dir):
     url = httpx.URL(stack.server.url)
     before = set(os.listdir("/proc/self/fd"))

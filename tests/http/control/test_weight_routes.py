@@ -155,11 +155,17 @@ def test_a_delta_against_other_weights_is_a_409_that_describes_what_serves(modul
     assert (reply.status_code, error["code"]) == (409, "base_mismatch") and serves.items() <= error.items()
 
 
-def test_info_with_and_without_checksums(module_stack):
+def test_info_with_and_without_checksums_and_fingerprints(module_stack):
     answer(module_stack, m.WeightInfoArgs, {"version": "0"})
-    for path, wanted in (("/v1/weights", False), ("/v1/weights?checksums=true", True), ("/v1/weights/", False)):
-        assert module_stack.http.get(path).json()["result"] == {"version": "0"}
-        assert module_stack.engine.expect(m.WeightInfoArgs).args.checksums is wanted
+    for query, checksums, fingerprints in (
+        ("", False, False),
+        ("/", False, False),
+        ("?checksums=true", True, False),
+        ("?fingerprints=true", False, True),
+    ):
+        assert module_stack.http.get(f"/v1/weights{query}").json()["result"] == {"version": "0"}
+        asked = m.WeightInfoArgs(checksums, fingerprints)
+        assert module_stack.engine.expect(m.WeightInfoArgs).args == asked
 
 
 # Path -> pairs of a body and its wrong field.

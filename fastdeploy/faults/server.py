@@ -1,0 +1,211 @@
+"""The faults of one server: its clients of engines, its middleware and its routes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
+
+from fastdeploy.client.engine_client import EngineClient, MakeStream
+from fastdeploy.client.request_stream import Reader, RequestStream
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.faults.book import FaultBook
+from fastdeploy.faults.calls import CallFaults, Next
+from fastdeploy.faults.injection import CURRENT
+from fastdeploy.faults.middleware import ROUTE, FaultMiddleware
+from fastdeploy.faults.processes import family, freeze, kill, parent_of
+from fastdeploy.faults.rules import Rule, read_file, read_schedule
+from fastdeploy.faults.signals import EngineSignals, shift_clock, write_signals
+from fastdeploy.faults.stream import RequestFaults
+from fastdeploy.faults.table import Place
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.http.calls import catching, envelope, envelope_error
+from fastdeploy.inter_communicator import messages as m
+
+logger = logging.getLogger(__name__)
+ON = "on"  # the setting ``faults`` without a schedule file
+
+
+class ServerFaults:
+    """The faults of one process that serves HTTP, as ``http.app.Extension``. config: faults is not empty; faults_dir is
+    a folder that outlives this process. pid_of: returns the engine that runs a request; of "", any; None = there is no
+    engine. It is set by the client."""
+
+    def __init__(self, config: ServeConfig, is_fleet: bool):
+        schedule = None if config.faults == ON else read_file(config.faults, is_fleet)
+        self.book = FaultBook(config.faults_dir, schedule)
+        self.pid_of: Callable[[str], int | None] = lambda request_id: None
+        self._folder, self._is_fleet = config.faults_dir, is_fleet
+        self._calls = CallFaults(self.book, config, self)
+        self._keep_kv = False
+        self.book.changed = self.signal
+        self.signal()
+        logger.warning("faults are on: requests can break this server (--faults)")
+
+    def take_clock(self) -> None:
+        """Let the wall clock of this process be off as the faults say."""
+        shift_clock(lambda: self.book.state.clock_s.get("api_server", 0.0))
+
+    def engine_client(self, *args: Any, **settings: Any) -> EngineClient:
+        """Return a client of one engine that has these faults."""
+        return FaultyEngineClient(self, *args, **settings)
+
+    def fleet_client(self, *args: Any, **settings: Any) -> FleetClient:
+        """Return a client of a fleet that has these faults."""
+        return FaultyFleetClient(self, *args, **settings)
+
+    # ------------------------------------------------------------------ http.app.Extension
+
+    @property
+    def collector(self) -> Collector:
+        """The metric of faults."""
+        return self.book
+
+    def middleware(self, app: ASGIApp, may_control: Callable[[Scope], FastDeployError | None]) -> ASGIApp:
+        """Return ``app`` with faults. may_control: see FaultMiddleware."""
+        jump: Callable[[Rule], None] = lambda rule: self.book.set_clock(  # noqa: E731
+            str(rule.parameters["of"]), float(rule.parameters["seconds"])
+        )
+        return FaultMiddleware(app, self.book, may_control, jump, self._is_fleet)
+
+    def router(self) -> APIRouter:
+        """Return the routes of ROUTE, which are control routes."""
+        router = APIRouter()
+
+        @router.get(ROUTE)
+        @catching(envelope_error)
+        async def faults(request: Request) -> Response:
+            """List the faults that there are, the rules that are armed, and what happened, oldest first."""
+            return envelope(self.book.view())
+
+        @router.post(ROUTE)
+        @catching(envelope_error)
+        async def arm_faults(request: Request) -> Response:
+            """Arm a rule, a list of rules, or a schedule {"seed", "rules"}: all of it or, for a bad one, nothing."""
+            try:
+                given = msgspec.json.decode(await request.body())
+            except msgspec.DecodeError as error:
+                raise InvalidField("body", f"expected JSON: {error}") from error
+            armed = self.book.arm(read_schedule(given, self._is_fleet))
+            return envelope({"armed": [rule.describe() for rule in armed]})
+
+        @router.delete(ROUTE)
+        @catching(envelope_error)
+        async def disarm_faults(request: Request) -> Response:
+            """Disarm the rule that the query names (rule=NAME), or everything: then the clocks are right, the list of
+            what happened is empty, and the names of rules begin anew. What hangs goes on."""
+            return envelope({"disarmed": self.book.disarm(request.query_params.get("rule"))})
+
+        return router
+
+    # ------------------------------------------------------------------ what the clients ask
+
+    async def submit(
+        self,
+        request: AddRequest,
+        make_stream: MakeStream,
+        submit: Callable[[MakeStream], Any],
+        call: Next,
+    ) -> RequestStream:
+        """Send a request for tokens with the faults of its HTTP request. submit: sends it. call: makes a control
+        call."""
+        injection = CURRENT.get()
+        if injection is None:
+            return await submit(make_stream)
+        if injection.request is None:
+            ids = [request.group or request.request_id, injection.trace_id]
+
+            async def version() -> str:
+                return (await call(m.WeightInfoArgs())).get("version", "")
+
+            chosen = await self.book.decide(Place.REQUEST, injection.asked, injection.path, ids, version=version)
+            injection.names += [rule.fault for rule, _ in chosen]
+            injection.request = RequestFaults(chosen, self.book, injection, self.act, self._is_fleet)
+        faults = injection.request
+        if faults.is_empty:
+            return await submit(make_stream)
+        stream = await submit(faults.stream)
+        faults.submitted(request.request_id)
+        return stream
+
+    async def call(self, args: m.Args, call: Next) -> dict[str, Any]:
+        """Make a control call with the faults of its HTTP request. call: makes it without."""
+        injection = CURRENT.get()
+        return await (call(args) if injection is None else self._calls.call(injection, args, call))
+
+    def act(self, rule: Rule, request_id: str) -> None:
+        """Kill or stop processes, as a rule says. request_id: of the request whose engine is meant; "" = any engine."""
+        of, engine = rule.parameters["of"], self.pid_of(request_id)
+        if rule.fault == "frozen" and of == "server":
+            freeze(family(os.getppid()), float(rule.parameters["seconds"]))
+        elif of in ("api_server", "gateway"):
+            kill(os.getpid())
+        elif engine is None:
+            logger.error("fault %s: no engine is connected", rule.fault)
+        elif rule.fault == "frozen":
+            freeze([engine], float(rule.parameters["seconds"]))
+        else:
+            kill(engine if of == "engine" else parent_of(engine))
+
+    def signal(self, keep_kv: bool | None = None) -> None:
+        """Tell the engines what holds now. keep_kv: None = as before."""
+        self._keep_kv = self._keep_kv if keep_kv is None else keep_kv
+        write_signals(self._folder, EngineSignals(self._keep_kv, self.book.state.clock_s.get("engine", 0.0)))
+
+
+class FaultyEngineClient(EngineClient):
+    """A client of one engine, with faults."""
+
+    def __init__(self, faults: ServerFaults, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._faults = faults
+        faults.pid_of = lambda request_id: self.welcome.pid if self.welcome is not None else None
+
+    async def submit(
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
+    ) -> RequestStream:
+        """See EngineClient."""
+        submit = super().submit
+        return await self._faults.submit(request, make_stream, lambda make: submit(request, reader, make), super().call)
+
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        """See EngineClient."""
+        return await self._faults.call(args, super().call)
+
+
+class FaultyFleetClient(FleetClient):
+    """A client of a fleet, with faults."""
+
+    def __init__(self, faults: ServerFaults, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._faults = faults
+        faults.pid_of = self._pid_of
+
+    async def submit(
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
+    ) -> RequestStream:
+        """See FleetClient."""
+        submit = super().submit
+        return await self._faults.submit(request, make_stream, lambda make: submit(request, reader, make), super().call)
+
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        """See FleetClient."""
+        return await self._faults.call(args, super().call)
+
+    def _pid_of(self, request_id: str) -> int | None:
+        """Return the process of the engine at which the request runs, or of the first member."""
+        relay = self._relays.get(request_id)
+        replicas = [attempt.route.replica for attempt in relay.attempts] if relay is not None else []
+        for replica in [*replicas, *self.membership.quorum]:
+            if replica.client.welcome is not None:
+                return replica.client.welcome.pid
+        return None
