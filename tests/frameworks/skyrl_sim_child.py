@@ -6,7 +6,7 @@ usage: skyrl_sim_child.py URL MODEL WORK STEPS [SYNC]
 The experiment is the one of SkyRL's example for its simulated trainer, run in this process and not
 in another one of Ray. Ours are the data, an environment that rewards a right answer, and the tracker that keeps the
 metrics, as SkyRL's other examples have theirs. WORK: a folder for its files.
-SYNC: a folder; its weights are sent in each sync, by our weight sender, where the simulated trainer only waits.
+SYNC: a folder, whose weights each sync sends by SkyRL's client, where the simulated trainer only waits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ for name in ("flash_attn", "flash_attn.bert_padding"):
     sys.modules[name].__spec__ = ModuleSpec(name, None)
 sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None)
 
-import datasets
-import ray
-import skyrl_gym
-from examples.train.fully_async.main_fully_async_sim import FullyAsyncSimPPOExp
-from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.dataset import PromptDataset
-from skyrl.train.entrypoints.main_base import validate_cfg
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+import datasets  # noqa: E402
+import ray  # noqa: E402
+import skyrl_gym  # noqa: E402
+from examples.train.fully_async.main_fully_async_sim import FullyAsyncSimPPOExp  # noqa: E402
+from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
+from skyrl.train.dataset import PromptDataset  # noqa: E402
+from skyrl.train.entrypoints.main_base import validate_cfg  # noqa: E402
+from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim, _SimDispatch  # noqa: E402
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput  # noqa: E402
 
 GROUPS, SAMPLES = 4, 2  # prompts of a step, answers of each
 
@@ -67,8 +68,47 @@ class Kept:
         pass
 
 
+class Sending(_SimDispatch):
+    """SkyRL's stand-in for its weight sync. folder: each sync sends its weights by the calls of SkyRL's client; "" = it
+    waits, as SkyRL's does."""
+
+    def __init__(self, client: Any, seconds: float, folder: str):
+        super().__init__(client, seconds)
+        self.folder = folder
+
+    def finalize_pending_saves(self) -> None:
+        """The trainer calls this after its last step, and SkyRL's stand-in lacks it (a956457): the training would end
+        with an AttributeError."""
+
+    async def save_weights_for_sampler(self) -> None:
+        if not self.folder:
+            await super().save_weights_for_sampler()
+            return
+        await self._client.pause_generation()
+        try:
+            await self._client.start_weight_update()
+            await self._client.update_named_weights({"model_path": self.folder})
+            await self._client.finish_weight_update()
+        finally:
+            await self._client.resume_generation()
+        self._client.increment_weight_version()
+
+
+class Syncing(FullyAsyncTrainerSim):
+    """The simulated trainer, of which each sync sends the weights of ``folder``, if there is one."""
+
+    folder = ""
+
+    def init_weight_sync_state(self) -> None:
+        seconds = self.cfg.trainer.fully_async.simulate_weight_sync_seconds
+        self.dispatch = Sending(self.inference_engine_client, seconds, self.folder)
+
+
 class Experiment(FullyAsyncSimPPOExp):
     kept = Kept()
+
+    def get_trainer(self, **parts: Any) -> FullyAsyncTrainerSim:
+        return Syncing(**parts)
 
     def get_tracker(self) -> Any:
         return self.kept
@@ -145,5 +185,6 @@ def main(url: str, model: str, work: Path, steps: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     url, model, work, steps = sys.argv[1:5]
+    Syncing.folder = sys.argv[5] if len(sys.argv) > 5 else ""
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     print("RESULT " + json.dumps(main(url, model, Path(work), int(steps))))
