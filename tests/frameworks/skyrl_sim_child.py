@@ -1,12 +1,13 @@
 """SkyRL's FullyAsyncTrainerSim, unmodified, on a server of ours. Run by test_skyrl_sim.py in the environment of the
 frameworks, with SkyRL's checkout on the path; prints one line of JSON.
 
-usage: skyrl_sim_child.py URL MODEL WORK STEPS [SYNC]
+usage: skyrl_sim_child.py WORK RUNS
 
 The experiment is the one of SkyRL's example for its simulated trainer, run in this process and not
 in another one of Ray. Ours are the data, an environment that rewards a right answer, and the tracker that keeps the
-metrics, as SkyRL's other examples have theirs. WORK: a folder for its files.
-SYNC: a folder, whose weights each sync sends by SkyRL's client, where the simulated trainer only waits.
+metrics, as SkyRL's other examples have theirs. WORK: a folder for its files. RUNS: JSON, a list of trainings, one after
+the other: {"url", "model": folder, "sync": a folder whose weights each sync sends by SkyRL's client, or "" for a sync
+that only waits, as SkyRL's does, "rules": faults that are armed before, or []}.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ for name in ("flash_attn", "flash_attn.bert_padding"):
 sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None)
 
 import datasets  # noqa: E402
+import httpx  # noqa: E402
 import ray  # noqa: E402
 import skyrl_gym  # noqa: E402
 from examples.train.fully_async.main_fully_async_sim import FullyAsyncSimPPOExp  # noqa: E402
@@ -36,7 +38,7 @@ from skyrl.train.entrypoints.main_base import validate_cfg  # noqa: E402
 from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim, _SimDispatch  # noqa: E402
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput  # noqa: E402
 
-GROUPS, SAMPLES = 4, 2  # prompts of a step, answers of each
+GROUPS, SAMPLES, STEPS = 4, 2, 4  # prompts of a step, answers of each, steps
 
 
 class Sums(BaseTextEnv):
@@ -105,7 +107,9 @@ class Syncing(FullyAsyncTrainerSim):
 
 
 class Experiment(FullyAsyncSimPPOExp):
-    kept = Kept()
+    def __init__(self, cfg: SkyRLTrainConfig):
+        self.kept = Kept()
+        super().__init__(cfg)
 
     def get_trainer(self, **parts: Any) -> FullyAsyncTrainerSim:
         return Syncing(**parts)
@@ -119,18 +123,27 @@ class Experiment(FullyAsyncSimPPOExp):
         return PromptDataset(cfg.data.train_data, self.tokenizer, cfg.trainer.max_prompt_length, num_workers=1)
 
 
-def main(url: str, model: str, work: Path, steps: int) -> dict[str, Any]:
+def main(work: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     skyrl_gym.register(id="sums", entry_point="__main__:Sums")
     rows = [
         {
-            "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10 % 10}="}],
+            "prompt": [{"role": "user", "content": f"{i % 10}+{i // 2}="}],
             "env_class": "sums",
-            "reward_spec": {"method": "rule", "ground_truth": str(i % 10 + i // 10 % 10)},
+            "reward_spec": {"method": "rule", "ground_truth": str(i % 10 + i // 2)},
         }
-        for i in range(GROUPS * steps)
+        for i in range(GROUPS * STEPS)
     ]
+    datasets.Dataset.from_list(rows).to_parquet(work / "train.parquet")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    return [train(work, **run) for run in runs]
+
+
+def train(work: Path, url: str, model: str, sync: str, rules: list[dict[str, Any]]) -> dict[str, Any]:
+    """Train once. Return the metrics of each step, and the error that ended the training."""
     data = str(work / "train.parquet")
-    datasets.Dataset.from_list(rows).to_parquet(data)
+    if rules:
+        httpx.post(f"{url}/v1/faults", json={"rules": rules}, timeout=60).raise_for_status()
+    Syncing.folder = sync
     settings = {
         "data.train_data": [data],
         "data.val_data": [data],
@@ -173,18 +186,16 @@ def main(url: str, model: str, work: Path, steps: int) -> dict[str, Any]:
     }
     cfg = SkyRLTrainConfig.from_cli_overrides([f"{name}={value}" for name, value in settings.items()])
     validate_cfg(cfg)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     experiment = Experiment(cfg)
     error = None
     try:
         experiment.run()
     except Exception as raised:
         error = repr(raised)
-    return {"steps": Experiment.kept.steps, "error": error, "logged": Experiment.kept.error}
+    return {"steps": experiment.kept.steps, "error": error, "logged": experiment.kept.error}
 
 
 if __name__ == "__main__":
-    url, model, work, steps = sys.argv[1:5]
-    Syncing.folder = sys.argv[5] if len(sys.argv) > 5 else ""
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    print("RESULT " + json.dumps(main(url, model, Path(work), int(steps))))
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a machine with much to do
+    print("RESULT " + json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))
