@@ -10,6 +10,7 @@ SUITE = Suite(
     name="trl",
     tests=("tests/test_vllm_client_server.py",),
     plugin="trl_served",
+    path=(),
     not_applicable={
         "*::test_update_model_params": NCCL,
         "TestVLLMClientServerDeviceParameter::*": NCCL,

@@ -1,7 +1,8 @@
 """A pytest plugin: TRL's tests of its VLLMClient talk to our server where they start ``trl vllm-serve`` on GPUs.
 
-Marks that skip a test without GPUs or without the package vllm are removed. The process that a test class starts is one
-that waits, its model is that of our server, and the client connects to our server without a group of NCCL.
+The client is that of the installed package: the one of the repository's snapshot speaks to TRL's own server, not to
+vLLM's routes. Marks that skip a test without GPUs or without the package vllm are removed. The process that a test class
+starts is one that waits, its model is that of our server, and the client connects without a group of NCCL.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import trl.generation.vllm_client as client_module  # before the checkout is on the path
 
 URL, MODEL = os.environ["FASTDEPLOY_URL"], os.environ["FASTDEPLOY_MODEL"]
 WAITS = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -20,8 +22,6 @@ NEEDS = ("accelerator", "test requires vllm", "at least 3")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    import trl.generation.vllm_client as client_module
-
     client_module.is_vllm_available = lambda: True
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         if hasattr(module, "VLLMClient"):
