@@ -78,7 +78,7 @@ class Sending(_SimDispatch):
         super().__init__(client, seconds)
         self.folder = folder
 
-    def finalize_pending_saves(self) -> None:
+    def finalize_pending_saves(self, model: str) -> None:
         """The trainer calls this after its last step, and SkyRL's stand-in lacks it (a956457): the training would end
         with an AttributeError."""
 

@@ -1,8 +1,8 @@
 """A pytest plugin: TRL's tests of its VLLMClient talk to our server where they start ``trl vllm-serve`` on GPUs.
 
 The client is that of the installed package: the one of the repository's snapshot speaks to TRL's own server, not to
-vLLM's routes. Marks that skip a test without GPUs or without the package vllm are removed. The process that a test class
-starts is one that waits, its model is that of our server, and the client connects without a group of NCCL.
+vLLM's routes. Marks that skip a test without GPUs or without the package vllm are removed. The process that a test
+class starts is one that waits, its model is that of our server, and the client connects without a group of NCCL.
 """
 
 from __future__ import annotations
