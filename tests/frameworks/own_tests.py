@@ -72,7 +72,7 @@ def run(suite: Suite, checkout: Path, report: Path, url: str | None, python: str
     folders = [str(checkout / folder) for folder in suite.path] + [str(SERVED)]
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(folders), **suite.environment}
     environment |= {"FASTDEPLOY_PYTHON": sys.executable, "FASTDEPLOY_MODEL": str(MODEL_DIR)}
-    plugins = ["-p", "python_311"]
+    plugins = []
     if url is not None:
         environment["FASTDEPLOY_URL"] = url
         plugins += ["-p", "between"] + (["-p", suite.plugin] if suite.plugin else [])

@@ -1,7 +1,8 @@
 """A pytest plugin: SkyRL's tests of its client get a front of our server where they start a mock of a vLLM server.
 
 A front passes each request on to our server. The mock's own routes /test/..., which tell a test what the mock has
-seen, are answered from the requests that passed.
+seen, are answered from the requests that passed. As the mock does, a front serves under any model name, and adds to the
+reply of a control call what the call said: the tests read there that each server got the call of the client.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
 URL = os.environ["FASTDEPLOY_URL"]
 LIMIT_S = 60
@@ -24,6 +26,18 @@ MODELS = {
     "completion": ("/v1/completions",),
     "render": ("/v1/chat/completions/render",),
 }
+
+
+CONTROL = ("/pause", "/sleep", "/wake_up", "/reset_prefix_cache")
+GENERATION = {path for paths in MODELS.values() for path in paths}
+
+
+def said(request: Request, body: Any) -> dict[str, Any]:
+    """Return what a control call said, as the mock tells it."""
+    query = request.query_params
+    level = {"level": int(query["level"])} if "level" in query else {}
+    modes = {name: query[name] for name in ("mode", "clear_cache") if name in query}
+    return {"tags": query.getlist("tags") or None, "body": body, **level, **modes}
 
 
 class Seen:
@@ -70,15 +84,19 @@ def front(server_id: int) -> FastAPI:
     async def test(name: str) -> Any:
         return seen.told(name)
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    @app.api_route("{path:path}", methods=["GET", "POST"])
     async def forward(path: str, request: Request) -> Response:
         content = await request.body()
         body = json.loads(content) if content else {}
         async with httpx.AsyncClient(timeout=LIMIT_S) as client:
             headers = {name: value for name, value in request.headers.items() if name not in ("host", "content-length")}
-            target = httpx.URL(f"{URL}/{path}", query=request.url.query.encode())
+            if path in GENERATION and "model" in body:
+                content = json.dumps({name: value for name, value in body.items() if name != "model"}).encode()
+            target = httpx.URL(URL + path, query=request.url.query.encode())
             reply = await client.request(request.method, target, content=content, headers=headers)
         seen.note(request, body, reply.status_code)
+        if path in CONTROL and reply.status_code == 200:
+            return JSONResponse({**reply.json(), **said(request, body)})
         return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
 
     return app

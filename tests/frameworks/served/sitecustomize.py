@@ -1,4 +1,5 @@
-"""A pytest plugin: on Python 3.11, typing's TypedDict is the one of typing_extensions, since pydantic asks for that."""
+"""Run by each Python that starts with this folder on its path: on Python 3.11, typing's TypedDict is the one of
+typing_extensions, since pydantic asks for that."""
 
 from __future__ import annotations
 
