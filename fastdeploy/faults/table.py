@@ -42,8 +42,8 @@ class Parameter(NamedTuple):
                 value = kind(given)
             except ValueError:
                 value = None
-        elif kind is float and type(given) is int:
-            value = float(given)
+        elif kind is not int and type(given) is int:
+            value = kind(given)
         fits = type(value) is kind
         if fits and kind is str:
             fits = not self.choices or value in self.choices
