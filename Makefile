@@ -3,6 +3,7 @@
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
 #                                   make test-fastdeploy  FastDeploy's own tests of a server, from its repository
+#                                   make test-own-tests  the frameworks' own tests, from their repositories
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
 #                                   make test-gateways  those with smg, vllm-router and sglang-router
@@ -35,7 +36,7 @@ export PYTHONWARNINGS := ignore:No ccache found
 # Installs packages with lines of progress. 60 is the number of seconds that this usually takes.
 INSTALL = $(BIN)/python acceptance/lib/progress.py "installing Python packages" 60 $(BIN)/python -m pip install -q
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-fastdeploy test-ui test-ray test-gateways \
+.PHONY: demo learn serve test test-quick test-slow test-slime test-fastdeploy test-own-tests test-ui test-ray test-gateways \
 	test-prometheus test-deploy test-image screenshot oracles search soak fleet-chaos agents sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
@@ -76,6 +77,10 @@ test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLI
 test-fastdeploy: $(VENV)/.test $(FASTDEPLOY_TESTS)/.ready ops
 	FASTDEPLOY_CHECKOUT="$(FASTDEPLOY)" FASTDEPLOY_PYTHON=$(CURDIR)/$(FASTDEPLOY_TESTS)/bin/python \
 		$(BIN)/python -m pytest -m slow tests/frameworks/test_fastdeploy_ce.py --timeout 1800 $(ARGS)
+
+# CHECKOUTS=/path, a folder with a copy of each framework's repository; see tests/frameworks/own_suites for the names.
+test-own-tests: $(VENV)/.test $(FRAMEWORKS)/.ready ops
+	OWN_TESTS_CHECKOUTS="$(CHECKOUTS)" $(BIN)/python -m pytest -m slow tests/frameworks/test_own_tests.py --timeout 3600 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)

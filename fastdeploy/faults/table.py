@@ -42,8 +42,8 @@ class Parameter(NamedTuple):
                 value = kind(given)
             except ValueError:
                 value = None
-        elif kind is float and type(given) is int:
-            value = float(given)
+        elif kind is not int and type(given) is int:
+            value = kind(given)
         fits = type(value) is kind
         if fits and kind is str:
             fits = not self.choices or value in self.choices
@@ -76,6 +76,7 @@ CALLS: Mapping[str, type[m.Args]] = {
     "chunk": m.UpdatePartArgs,
     "commit": m.CommitUpdateArgs,
     "set_version": m.SetVersionArgs,
+    "reset_cache": m.ResetCacheArgs,
     "abort_requests": m.AbortArgs,
     "sleep": m.SleepArgs,
     "wakeup": m.WakeArgs,
@@ -336,9 +337,9 @@ FAULTS: Mapping[str, Fault] = {
             "kv_kept",
             C,
             "the engine keeps KV of the old weights against the rules: new requests find cached prefixes of them, and "
-            "kv=recompute recomputes nothing",
+            "kv=recompute recomputes nothing. A clear of the cache is answered, and not made",
             "success, cached_tokens above 0 after the update, and tokens that the new weights would not give",
-            calls=COMMITS,
+            calls=(*COMMITS, "reset_cache"),
             replays="NeMo-RL#4018: prefix KV that is 17 steps old",
         ),
     )

@@ -50,6 +50,7 @@ class Server:
         ("death_in_call; of=engine; when=after", m.SleepArgs(), ["SleepArgs", "kill engine"]),
         ("chunk_doubled", m.UpdatePartArgs("s", FileSource("f")), ["UpdatePartArgs", "UpdatePartArgs"]),
         ("kv_kept", m.CommitUpdateArgs("s"), ["keep_kv True", "CommitUpdateArgs", "keep_kv False"]),
+        ("kv_kept", m.ResetCacheArgs(), []),
     ],
 )
 async def test_a_fault_is_before_around_or_behind_its_call(tmp_path, header, args, log):
@@ -87,3 +88,10 @@ async def test_a_chunk_without_such_tensors_or_of_deltas_is_not_counted(tmp_path
     delta = m.UpdatePartArgs("s", source, form=PartFormat("overwrite"))
     assert (await server.call(delta, "bits_flipped")).names == []
     assert (await server.call(m.UpdatePartArgs("s", source), "bits_flipped")).names == ["bits_flipped"]
+
+
+async def test_a_fault_waits_for_the_call_that_brings_the_tensors(tmp_path):
+    server = Server(tmp_path)
+    tried = await server.call(m.UpdatePartArgs(None, FileSource("f")), "chunk_doubled")  # no session is open
+    assert tried.names == [] and server.log == ["WeightInfoArgs", "UpdatePartArgs"]
+    assert (await server.call(m.UpdateWeightsArgs(FileSource("f")), "chunk_doubled")).names == ["chunk_doubled"]
