@@ -58,6 +58,12 @@ def test_a_key_in_json_as_text_and_in_each_field_of_a_form_is_removed(text):
     assert "wxyz" not in cleaned and REMOVED in cleaned
 
 
+def test_of_a_cookie_that_is_set_the_value_is_a_key_and_its_attributes_are_not():
+    remover = KeyRemover()
+    assert remover.headers([("Set-Cookie", "sid=abcdefghij; Path=/v1/completions; SameSite=Strict")])[0][1] == REMOVED
+    assert remover.known(b"sid abcdefghij, POST /v1/completions") == f"sid {REMOVED}, POST /v1/completions".encode()
+
+
 @examples(40)
 @given(trees(SCALARS))
 def test_json_without_keys_is_unchanged_to_the_byte(tree):

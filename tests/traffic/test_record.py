@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
+import struct
 
 import httpx
 import pytest
 from blake3 import blake3
 
 from fastdeploy.traffic.file import Outcome, read_records
+from fastdeploy.traffic.record import SMALL_BYTES
 from traffic.wire import OK, STREAM, chunk, read_head, recorder
 
 KEY = "sk-a-key-that-must-not-be-found"
@@ -153,6 +156,48 @@ async def test_an_answer_that_comes_before_the_end_of_an_upload_reaches_the_clie
         writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n" + b"x" * 1000)
         assert (await read_head(reader)).startswith(b"HTTP/1.1 409")
         writer.close()
+
+
+async def test_a_connection_on_which_an_upload_did_not_end_has_no_other_request(tmp_path):
+    heads = []
+
+    async def script(reader, writer):
+        while True:
+            heads.append((await read_head(reader)).partition(b" HTTP")[0])
+            writer.write(OK)
+
+    async with recorder(tmp_path / "a", script) as wire:
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
+        writer.write(b"POST /upload HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n")
+        await reader.readuntil(b"{}")
+        writer.close()
+        await wire.ask(b"GET /next HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert wire.connections == 2
+    assert heads == [b"POST /upload", b"GET /next"]
+
+
+async def test_a_reply_that_ends_with_its_connection_and_is_reset_has_failed(tmp_path):
+    async def script(reader, writer):
+        await read_head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nab")
+        await asyncio.sleep(0.05)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with recorder(tmp_path / "a", script) as wire:
+        await wire.ask(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    (exchange,) = wire.recording().exchanges
+    assert exchange.outcome is Outcome.UPSTREAM_FAILED and exchange.pieces[0][1] == b"ab"
+
+
+@pytest.mark.parametrize(("size", "kept"), [(SMALL_BYTES, True), (SMALL_BYTES + 1, False)])
+async def test_a_small_reply_of_data_is_kept(tmp_path, size, kept):
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {size}\r\n\r\n"
+    async with recorder(tmp_path / "a", answering(head.encode() + bytes(size))) as wire:
+        await wire.ask(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    (exchange,) = wire.recording().exchanges
+    assert (exchange.reply_kept, exchange.reply_size) == (kept, size)
+    assert sum(len(data) for _, data in exchange.pieces) == size * kept
 
 
 async def test_a_client_that_leaves_cancels_its_request_at_the_engine(tmp_path):

@@ -31,12 +31,12 @@ async def read_head(reader: asyncio.StreamReader) -> bytes:
 
 
 class Wire:
-    """url: of the recorder. upstream: of the scripted engine. heads: of the requests that the engine got."""
+    """url: of the recorder. upstream: of the scripted engine. connections: that the engine got."""
 
     def __init__(self, path: Path):
         self.path = path
         self.url = self.upstream = ""
-        self.heads: list[bytes] = []
+        self.connections = 0
 
     @property
     def port(self) -> int:
@@ -61,6 +61,7 @@ async def recorder(path: Path, script: Script, user: str = "", keep_all: bool = 
     wire = Wire(path)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wire.connections += 1
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await script(reader, writer)
         writer.close()
