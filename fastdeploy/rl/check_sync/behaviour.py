@@ -133,8 +133,9 @@ def judge(
     said = Evidence(0.0) if to_the_bit else _evidence(run, plain, probes.plain, previous)
     kv, kv_how = _kv(probes, cached, fresh, ours)
     smallest = None if said.differs or to_the_bit else _smallest(run, plain, probes.plain)
+    blind = smallest is not None and math.isinf(smallest)
     return BehaviourReport(
-        verdict=Verdict.DIFFERS if said.differs else Verdict.EQUAL,
+        verdict=Verdict.DIFFERS if said.differs else Verdict.UNKNOWN if blind else Verdict.EQUAL,
         how="All log probabilities are equal to the bit." if to_the_bit else _how(said, smallest),
         statistic=said.ratio,
         bound=NOISE,
@@ -268,7 +269,9 @@ def _how(said: Evidence, smallest: float | None) -> str:
         sentences.append(f"Stale, all or in part: {_shares(said, said.lacking)}.")
     if said.doubled:
         sentences.append(f"Moved too far by the last update: {_shares(said, said.doubled)}.")
-    if not said.differs and smallest is not None:
+    if not said.differs and smallest is not None and math.isinf(smallest):
+        sentences.append("These answers would not show any error of the weights.")
+    elif not said.differs and smallest is not None:
         sentences.append(f"A relative error of {smallest:.1g} in all tensors would be found in 99 % of the checks.")
         if said.older and math.isfinite(said.older[0].smallest):
             sentences.append(f"So would be {said.older[0].smallest:.0%} of the last update missing.")

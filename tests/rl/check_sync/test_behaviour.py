@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_rounding_of_another_engine_is_no_difference_and_the_report_says_what_wo
     assert report.diverged is None
     planted = with_error(new, new, 2 * report.smallest)
     assert judge(answers(trainer, planted), trainer).verdict is Verdict.DIFFERS
+
+
+def test_answers_that_could_show_no_error_leave_the_question_open(trainer, monkeypatch):
+    monkeypatch.setattr("fastdeploy.rl.check_sync.behaviour.smallest_found", lambda *_: math.inf)
+    report = judge(answers(trainer, widened(trainer)), trainer)
+    assert report.verdict is Verdict.UNKNOWN and "would not show any error" in report.how
 
 
 def test_the_first_token_that_diverges_is_named_with_both_tokens(trainer):
