@@ -137,7 +137,8 @@ class Supervisor(ProcessTree):
             case "refused":
                 self._on_refused(event["why"])
             case "commit":
-                self._lost_commit = True  # the next engine must know that it lacks this commit
+                # The next engine must know that it lacks this commit, but for one of the weights that it begins with.
+                self._lost_commit = not event["are_first"]
             case "up":  # for BackOff an API server is ready, even if the engine is not
                 child.ready_since = time.monotonic()
             case "ready" if child.name == ENGINE:

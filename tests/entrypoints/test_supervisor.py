@@ -190,6 +190,13 @@ def test_an_engine_without_a_commit_restarts_without_a_lost_commit(tree):
     os.kill(t.engine_pid(), signal.SIGKILL)
     t.until(lambda: t.get("/v1/is_paused"))
     assert t.until(lambda: t.get("/v1/is_paused"))["result"]["lost_commit"] is False
+    for version in ("1", "0"):  # in the end, the weights are those of the start
+        assert t.http.post("/v1/update_weights", json={"model_path": "/x", "version": version}).status_code == 200
+    pid = t.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    t.until(lambda: t.get("/v1/is_paused"))
+    status = t.until(lambda: t.get("/v1/is_paused"))["result"]
+    assert (status["pid"] != pid, status["lost_commit"]) == (True, False)
 
 
 def test_a_killed_api_server_is_replaced_on_the_same_port(tree):
