@@ -107,8 +107,7 @@ class Supervisor(ProcessTree):
 
     def _make_engine(self) -> Child:
         short_lives = self._back_offs[ENGINE].num_short_lives
-        faults_dir = self._engine_config.faults_dir or self._faults_dir()
-        config = msgspec.structs.replace(self._engine_config, short_lives=short_lives, faults_dir=faults_dir)
+        config = msgspec.structs.replace(self._engine_config, short_lives=short_lives, faults_dir=self._faults_dir())
         args = ["--config", to_json(config), "--socket-dir", self._folder]
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:

@@ -18,7 +18,7 @@ from fastdeploy.http.errors import RETRY_AFTER, error_response
 from fastdeploy.http.guards.connection_limits import CLOSE
 
 ROUTE = "/v1/faults"
-NONE = "none"  # in place of a name: the request asked for a fault that it gave no occasion for
+NONE = "none"  # in place of a name: the request asked for a fault, and none happened
 ERRORS: dict[str, type[FastDeployError]] = {
     "429": errors.QueueFull,
     "500": errors.EngineError,
@@ -74,7 +74,7 @@ class FaultMiddleware:
         number = self._num_requests
         app: ASGIApp = self._app
         for rule, happening in await self._decide(scope, injection):
-            injection.names.append(rule.fault)
+            injection.decided.append(happening)
             match rule.fault:
                 case "http_error":
                     self._book.acted(happening)
@@ -139,6 +139,7 @@ class Answer:
         await self._send(message)
 
     async def _begin(self, message: Message) -> None:
+        """Send the headers, with the names of the faults: of a stream, those that will happen if it gets that far."""
         injection = self._injection
         if self.lost is not None:
             self._book.acted(self.lost)
@@ -148,9 +149,12 @@ class Answer:
             self._book.acted(happening)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(late.may_go.wait(), seconds)
-        if injection.names or injection.asked:
-            names = ", ".join(dict.fromkeys(injection.names)) or NONE
-            message["headers"] = [*message.get("headers", ()), (b"x-fault-injected", names.encode())]
+        headers = [*message.get("headers", ())]
+        is_stream = any(value.startswith(b"text/event-stream") for name, value in headers if name == b"content-type")
+        names = [one.fault for one in injection.decided if one.acted or is_stream]
+        if names or injection.asked:
+            text = ", ".join(dict.fromkeys(names)) or NONE
+            message["headers"] = [*headers, (b"x-fault-injected", text.encode())]
 
 
 def _refusal(rule: Rule) -> ASGIApp:

@@ -246,13 +246,15 @@ def test_replies_come_in_another_order(server):
         assert complete(server, fault).ids == TOKENS
         done.append(name)
 
-    first = threading.Thread(target=ask, args=("first", "replies_reordered; seconds=20"))
+    first = threading.Thread(target=ask, args=("first", "replies_reordered; replies=2; seconds=20"))
     first.start()
     while not any(one["fault"] == "replies_reordered" for one in view(server)["happened"]):
         pass
     ask("second")
+    assert done == ["second"]
+    ask("third")
     first.join(20)
-    assert done == ["second", "first"]
+    assert sorted(done) == ["first", "second", "third"]
 
 
 def view(server: Server) -> dict[str, Any]:
@@ -260,8 +262,10 @@ def view(server: Server) -> dict[str, Any]:
 
 
 def test_a_request_that_gives_no_occasion_for_its_fault_says_so(server):
-    assert complete(server, "pause_hangs").injected == "none"
-    assert counted(server, "pause_hangs") == 0
+    for fault in ("pause_hangs", "stream_cut; tokens=1000", "logprobs_wrong"):
+        before = counted(server, name := fault.partition(";")[0])
+        assert complete(server, fault, logprobs=None).injected == "none"
+        assert counted(server, name) == before
 
 
 def test_a_bad_header_is_refused_before_the_request_is_read(server):
