@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from e2e.server import until
 from support.engine_stack import engine_stack
 from support.fake_runner import FakeRunner, expected_tokens
 from support.http_stack import Server
@@ -255,6 +256,22 @@ def test_replies_come_in_another_order(server):
     ask("third")
     first.join(20)
     assert sorted(done) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    "fault", ["stream_stalled; seconds=0", "slow_tokens; seconds=1000", "replies_reordered; replies=9; seconds=1000"]
+)
+def test_an_answer_that_is_late_comes_when_the_faults_are_disarmed(server, fault):
+    def ask() -> None:
+        found.append(complete(server, fault))
+
+    found: list[Got] = []
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    until(lambda: any(one["acted"] for one in view(server)["happened"]), 20, "the answer is late")
+    server.http.delete("/v1/faults").raise_for_status()
+    asking.join(20)
+    assert found[0].ids == TOKENS
 
 
 def view(server: Server) -> dict[str, Any]:
