@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     none. fleet_endpoint: port 0 = any free one.
 
     Not flags: heartbeat_s, seconds between two heartbeats to the API servers. lost_commit: an earlier engine of this
-    server had newer weights. short_lives: times in a row that the engine of this server has ended, without a minute of
+    server had other weights. short_lives: times in a row that the engine of this server has ended, without a minute of
     service between. engines_on_host: engines that share this machine; each takes its part of the memory that is free.
     faults_dir: as in ServeConfig.
     """

@@ -81,9 +81,10 @@ class Inbox:
 
 
 class CommonEngine:
-    """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
-    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
-    the requests with retain_s; None = there is no next engine. drafter: guesses tokens; None = as the config says.
+    """The engine. on_commit is called after each commit of weights, on the loop's thread: see WeightSwitch. clock:
+    seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
+    retained_log: of the requests with retain_s; None = there is no next engine. drafter: guesses tokens; None = as the
+    config says.
 
     events: gets all that happens, for those who look."""
 
@@ -93,7 +94,7 @@ class CommonEngine:
         runner: Runner,
         transport: Transport,
         boot_id: str | None = None,
-        on_commit: Callable[[int], None] | None = None,
+        on_commit: Callable[[bool], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         runs: Callable[[int], bool] = process_runs,
         retained_log: RetainedLog | None = None,

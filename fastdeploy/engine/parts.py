@@ -40,7 +40,7 @@ class EngineParts:
         runner: Runner,
         transport: Transport,
         boot_id: str,
-        on_commit: Callable[[int], None] | None,
+        on_commit: Callable[[bool], None] | None,
         clock: Callable[[], float],
         runs: Callable[[int], bool],
         retained_log: RetainedLog,

@@ -113,7 +113,7 @@ def serve(
         runner,
         transport,
         boot_id,
-        lambda weight_epoch: events.send("commit", weight_epoch=weight_epoch),
+        lambda are_first: events.send("commit", are_first=are_first),
         retained_log=RetainedLog(ipc_dir.retained_log(socket_dir)),
     )
     lifeline.stop = engine.stop
@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--socket-dir", required=True, help="private folder for the socket")
     parser.add_argument("--supervisor", type=int, required=True, help="process id of the parent")
     parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the supervisor")
-    parser.add_argument("--lost-commit", action="store_true", help="an earlier engine had newer weights")
+    parser.add_argument("--lost-commit", action="store_true", help="an earlier engine had other weights")
     parser.add_argument("--bound-s", type=float, default=10.0, help="seconds for a stop after the supervisor has ended")
     args = parser.parse_args()
     setup_logging("engine")

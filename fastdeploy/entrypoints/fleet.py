@@ -153,10 +153,15 @@ class Fleet(ProcessTree):
             self._engine_config,
             fleet_endpoint=self._endpoint(name),
             trace=own_file(self._engine_config.trace, name),
-            faults_dir=self._faults_dir(),
         )
         serve = msgspec.structs.replace(
-            self._config, host=LOOPBACK, control_port=None, metrics_port=None, session_dir="", faults=""
+            self._config,
+            host=LOOPBACK,
+            control_port=None,
+            metrics_port=None,
+            session_dir="",
+            faults="",
+            faults_dir=self._faults_dir(),
         )
         config = ReplicaConfig(engine, with_ports(serve, [listener]))
         args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]

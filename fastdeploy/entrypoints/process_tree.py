@@ -79,16 +79,17 @@ class BackOff:
 
 class ProcessTree(ABC):
     """The children of this process, by name. config: of the HTTP servers among them; its shutdown_s is the time for an
-    orderly end, after which children are killed. first_delay_s: see BackOff. listeners: bound already; none = bind
-    those of the config."""
+    orderly end, after which children are killed. first_delay_s: see BackOff; with faults, the longest delay, too.
+    listeners: bound already; none = bind those of the config."""
 
     def __init__(self, config: ServeConfig, first_delay_s: float, listeners: Sequence[socket.socket] = ()):
         self._config = config
         self._listeners = list(listeners)
         self._shutdown_s = config.shutdown_s
+        max_delay_s = first_delay_s if config.faults or config.faults_dir else MAX_DELAY_S
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
-        self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
+        self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s, max_delay_s))
         self._due: dict[str, float] = {}  # child that waits for its restart -> time of the restart (time.monotonic())
         self._timers: dict[str, tuple[float, Callable[[], object]]] = {}  # time (time.monotonic()) and action, by key
         self._status = 0
@@ -157,9 +158,10 @@ class ProcessTree(ABC):
 
     def _faults_dir(self) -> str:
         """Return the folder in which all processes find what is armed; "" without --faults."""
-        folder = os.path.join(self._folder, "faults") if self._config.faults else ""
-        if folder:
-            os.makedirs(folder, exist_ok=True)
+        if not self._config.faults:
+            return self._config.faults_dir  # a replica has the folder of its fleet
+        folder = os.path.join(self._folder, "faults")
+        os.makedirs(folder, exist_ok=True)
         return folder
 
     def _answer_counts(self) -> dict[str, str]:

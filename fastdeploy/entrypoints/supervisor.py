@@ -107,8 +107,7 @@ class Supervisor(ProcessTree):
 
     def _make_engine(self) -> Child:
         short_lives = self._back_offs[ENGINE].num_short_lives
-        faults_dir = self._engine_config.faults_dir or self._faults_dir()
-        config = msgspec.structs.replace(self._engine_config, short_lives=short_lives, faults_dir=faults_dir)
+        config = msgspec.structs.replace(self._engine_config, short_lives=short_lives, faults_dir=self._faults_dir())
         args = ["--config", to_json(config), "--socket-dir", self._folder]
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
@@ -137,7 +136,8 @@ class Supervisor(ProcessTree):
             case "refused":
                 self._on_refused(event["why"])
             case "commit":
-                self._lost_commit = True  # the next engine must know that it lacks this commit
+                # The next engine must know that it lacks this commit, but for one of the weights that it begins with.
+                self._lost_commit = not event["are_first"]
             case "up":  # for BackOff an API server is ready, even if the engine is not
                 child.ready_since = time.monotonic()
             case "ready" if child.name == ENGINE:

@@ -75,7 +75,7 @@ class CallFaults:
         faults = await self._book.decide(Place.CALL, injection.asked, injection.path, ids, name, version, fits)
         make = real
         for rule, happening in faults:
-            injection.names.append(rule.fault)
+            injection.decided.append(happening)
             self._book.acted(happening)
             given = Given(rule, happening.number, self._book, self._files, self._actions)
             make = functools.partial(ACTIONS[rule.fault], given, make)

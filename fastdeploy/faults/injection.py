@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastdeploy.faults.rules import Rule
 
 if TYPE_CHECKING:
+    from fastdeploy.faults.book import Happening
     from fastdeploy.faults.stream import RequestFaults
 
 
@@ -22,15 +23,15 @@ class ConnectionBroken(BaseException):
 
 
 class Injection:
-    """The faults of one HTTP request. asked: rules of its headers. trace_id: its X-Request-Id. names: of the faults
-    that were decided, which the answer shows. broken: set when the next event is to break in its middle. silent: no
+    """The faults of one HTTP request. asked: rules of its headers. trace_id: its X-Request-Id. decided: its
+    faults, which the answer names. broken: set when the next event is to break in its middle. silent: no
     comment is sent."""
 
     def __init__(self, path: str, asked: Sequence[Rule], trace_id: str):
         self.path = path
         self.asked = asked
         self.trace_id = trace_id
-        self.names: list[str] = []
+        self.decided: list[Happening] = []
         self.broken: ConnectionBroken | None = None
         self.silent = False
         self.request: RequestFaults | None = None  # once a request for tokens was sent to the engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,13 +17,13 @@ from fastdeploy.http.errors import RETRY_AFTER, error_response
 from fastdeploy.http.guards.connection_limits import CLOSE
 
 ROUTE = "/v1/faults"
-NONE = "none"  # in place of a name: the request asked for a fault that it gave no occasion for
-ERRORS: dict[str, type[FastDeployError]] = {
-    "429": errors.QueueFull,
-    "500": errors.EngineError,
-    "502": errors.FleetCallFailed,
-    "503": errors.EngineDead,
-    "504": errors.EngineStalled,
+NONE = "none"  # in place of a name: the request asked for a fault, and none happened
+ERRORS: dict[int, type[FastDeployError]] = {
+    429: errors.QueueFull,
+    500: errors.EngineError,
+    502: errors.FleetCallFailed,
+    503: errors.EngineDead,
+    504: errors.EngineStalled,
 }
 
 
@@ -74,7 +73,7 @@ class FaultMiddleware:
         number = self._num_requests
         app: ASGIApp = self._app
         for rule, happening in await self._decide(scope, injection):
-            injection.names.append(rule.fault)
+            injection.decided.append(happening)
             match rule.fault:
                 case "http_error":
                     self._book.acted(happening)
@@ -139,6 +138,7 @@ class Answer:
         await self._send(message)
 
     async def _begin(self, message: Message) -> None:
+        """Send the headers, with the names of the faults: of a stream, those that will happen if it gets that far."""
         injection = self._injection
         if self.lost is not None:
             self._book.acted(self.lost)
@@ -146,17 +146,24 @@ class Answer:
         if self.waits is not None:
             late, seconds, happening = self.waits
             self._book.acted(happening)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(late.may_go.wait(), seconds)
-        if injection.names or injection.asked:
-            names = ", ".join(dict.fromkeys(injection.names)) or NONE
-            message["headers"] = [*message.get("headers", ()), (b"x-fault-injected", names.encode())]
+            waiting = [asyncio.ensure_future(event.wait()) for event in (late.may_go, self._book.released)]
+            try:
+                await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in waiting:
+                    one.cancel()
+        headers = [*message.get("headers", ())]
+        is_stream = any(value.startswith(b"text/event-stream") for name, value in headers if name == b"content-type")
+        names = [one.fault for one in injection.decided if one.acted or is_stream]
+        if names or injection.asked:
+            text = ", ".join(dict.fromkeys(names)) or NONE
+            message["headers"] = [*headers, (b"x-fault-injected", text.encode())]
 
 
 def _refusal(rule: Rule) -> ASGIApp:
     """Return what answers in place of the route."""
-    status, retry_after = str(rule.parameters["status"]), int(rule.parameters["retry_after"])
-    wait = RETRY_AFTER.get(int(status)) if retry_after < 0 else retry_after
+    status, retry_after = int(rule.parameters["status"]), int(rule.parameters["retry_after"])
+    wait = RETRY_AFTER.get(status) if retry_after < 0 else retry_after
     detail = {} if wait is None else {"retry_after": wait}
     return error_response(ERRORS[status]("an injected fault (http_error)", **detail))
 

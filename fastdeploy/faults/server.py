@@ -128,7 +128,7 @@ class ServerFaults:
                 return (await call(m.WeightInfoArgs())).get("version", "")
 
             chosen = await self.book.decide(Place.REQUEST, injection.asked, injection.path, ids, version=version)
-            injection.names += [rule.fault for rule, _ in chosen]
+            injection.decided += [happening for _, happening in chosen]
             injection.request = RequestFaults(chosen, self.book, injection, self.act, self._is_fleet)
         faults = injection.request
         if faults.is_empty:

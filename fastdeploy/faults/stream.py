@@ -63,7 +63,6 @@ class RequestFaults:
                 self._at_delivery.append(Stop(rule, happening))
         self._streams: list[FaultyStream] = []
         self._arrived = self._delivered = 0
-        self._not_before = 0.0  # on the event loop's clock
         self._stalled: asyncio.Task[None] | None = None
         self._lost = False  # the engine was killed
 
@@ -128,13 +127,9 @@ class RequestFaults:
 
     def deliver(self, stream: FaultyStream) -> list[Output]:
         """Return the outputs that the reader of ``stream`` may have now. Raises ConnectionBroken."""
-        loop = asyncio.get_running_loop()
         ready: list[Output] = []
         while stream.held:
             if self._stalled is not None:
-                break
-            if loop.time() < self._not_before:
-                loop.call_at(self._not_before, stream.wake)
                 break
             if (stop := self._next_stop()) is not None:
                 if not stop.due:  # first, the reader sends what it has got
@@ -144,6 +139,7 @@ class RequestFaults:
                 self._at_delivery.remove(stop)
                 self._book.acted(stop.happening)
                 if stop.rule.fault == "stream_stalled":
+                    self._injection.silent = True
                     self._stall(float(stop.value("seconds")))
                     break
                 broken = self._broken(stop, stream.request_id)
@@ -158,7 +154,8 @@ class RequestFaults:
             if self._slow is not None and output.token_ids:
                 seconds, happening = self._slow
                 self._book.acted(happening)
-                self._not_before = loop.time() + seconds
+                if seconds:
+                    self._stall(seconds)
         return ready
 
     def _next_stop(self) -> Stop | None:
@@ -170,15 +167,15 @@ class RequestFaults:
         return ConnectionBroken()
 
     def _stall(self, seconds: float) -> None:
-        """Hold everything back for ``seconds``; 0 = until something is disarmed."""
+        """Hold everything back for ``seconds``; 0 = until something is disarmed, and then no token is late."""
 
         async def wait() -> None:
-            await wait_released(self._book, seconds)
+            if await wait_released(self._book, seconds):
+                self._slow = None
             self._stalled, self._injection.silent = None, False
             for stream in self._streams:
                 stream.wake()
 
-        self._injection.silent = True
         self._stalled = asyncio.get_running_loop().create_task(wait())
 
 
@@ -214,12 +211,12 @@ class FaultyStream(RequestStream):
         return ready
 
 
-async def wait_released(book: FaultBook, seconds: float) -> None:
-    """Wait for so many seconds, or until something is disarmed. 0 = until then alone."""
+async def wait_released(book: FaultBook, seconds: float) -> bool:
+    """Wait for so many seconds, or until something is disarmed. 0 = until then alone. Return whether it was."""
     try:
-        await asyncio.wait_for(book.released.wait(), seconds or None)
+        return await asyncio.wait_for(book.released.wait(), seconds or None)
     except TimeoutError:
-        return
+        return False
 
 
 def _wrong(span: Span, label: str, epochs: int) -> Span:

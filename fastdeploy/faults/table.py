@@ -15,20 +15,20 @@ FOREVER = 86_400.0  # seconds; the longest time of a fault
 
 class Parameter(NamedTuple):
     """A parameter of a fault or of a rule. Its type is that of the default. low, high: bounds of a number, inclusive.
-    choices: the only values of a text; none = any text."""
+    choices: the only values; none = any."""
 
     name: str
     default: Value
     about: str
     low: float = 0
     high: float = FOREVER
-    choices: tuple[str, ...] = ()
+    choices: tuple[Value, ...] = ()
 
     @property
     def expected(self) -> str:
         """What a value must be, for messages and for the docs."""
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
+            return f"one of {', '.join(map(str, self.choices))}"
         if isinstance(self.default, str):
             return "text"
         return f"{'an integer' if type(self.default) is int else 'a number'} from {self.low:g} to {self.high:g}"
@@ -42,12 +42,12 @@ class Parameter(NamedTuple):
                 value = kind(given)
             except ValueError:
                 value = None
-        elif kind is not int and type(given) is int:
-            value = kind(given)
+        elif kind is float and type(given) is int:
+            value = float(given)
         fits = type(value) is kind
-        if fits and kind is str:
-            fits = not self.choices or value in self.choices
-        elif fits:
+        if fits and self.choices:
+            fits = value in self.choices
+        elif fits and kind is not str:
             fits = self.low <= value <= self.high  # not for NaN
         if not fits:
             raise InvalidField(self.name, f"expected {self.expected}, got {given!r}")
@@ -209,7 +209,7 @@ FAULTS: Mapping[str, Fault] = {
             "the request is refused; times makes a burst of it",
             "the status, as JSON, with Retry-After as the server has it: 1 with 429, 2 with 503",
             (
-                Parameter("status", "503", "of the answer", choices=("429", "500", "502", "503", "504")),
+                Parameter("status", 503, "of the answer", choices=(429, 500, 502, 503, 504)),
                 Parameter("retry_after", -1, "seconds in Retry-After; -1 = those of the status", -1, 3600),
             ),
             replays="an overloaded or restarting server",

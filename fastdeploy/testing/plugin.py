@@ -48,22 +48,23 @@ class Servers:
         """Return a server with these settings as it is after its start: the one that runs already, or a new one."""
         key = (model, flags, replicas)
         server = self._shared.pop(key, None)
-        if server is not None and server.poll() is not None:  # the test before has ended it
-            self.end(server)
-            server = None
-        if server is None:
+        if server is None or not self._reset(server):
             server = self.start(model, *flags, replicas=replicas)
-        else:
-            self._reset(server)
         self._shared[key] = server
         return server
 
-    def _reset(self, server: Server) -> None:
+    def _reset(self, server: Server) -> bool:
+        """Reset a server, and return whether it still runs: the test before may have ended it. If it is not clean, end
+        it, so that the next test gets a clean one."""
         try:
             server.reset()
+            return True
         except BaseException:
-            self.end(server)  # so that the next test gets a clean one
-            raise
+            has_ended = server.poll() is not None
+            self.end(server)
+            if not has_ended:
+                raise
+            return False
 
     def end(self, *servers: Server) -> None:
         """Stop these servers."""

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,7 +51,7 @@ class ServerProcess:
         self.port: int = self._port.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
         self.command = [*command, "--port", str(self.port)]
-        folder = Path(tempfile.mkdtemp(prefix="fd-"))  # short, since the path of a socket is limited
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="fd-"))  # short, since the path of a socket is limited
         self.ipc = folder / "ipc"
         self.ipc.mkdir()
         self.log_path = Path(log or folder / "server.log")
@@ -151,6 +152,7 @@ class ServerProcess:
             self.wait()
             os.close(self._status)
             self._port.close()
+            shutil.rmtree(self._folder, ignore_errors=True)  # if the guard was killed
 
     # ------------------------------------------------------------------ what it is made of
 

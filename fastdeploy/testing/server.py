@@ -17,6 +17,7 @@ FASTDEPLOY = (sys.executable, "-m", "fastdeploy.entrypoints.cli")
 READY_S = 60.0
 CALL_S = 60.0  # limit of a call of a reset
 OF_ADAPTER = "adapter:"  # in the scope of a hold, before the name
+REPUBLISH = "republish"  # the hold of an engine that lacks a commit; a commit releases it
 
 
 class BaseWeights(NamedTuple):
@@ -109,11 +110,14 @@ class Server(ServerProcess):
         serves = self._control("GET", "/v1/weights")
         if serves["asleep"]:
             self._control("POST", "/v1/wakeup")
-        self._control("POST", "/v1/reset", {"version": base.version})
-        if BaseWeights.of(serves)[1:] != base[1:] or base.fingerprint is None:
-            self._control("POST", "/v1/update_weights", {"model_path": str(self._model), "version": base.version})
+        self._control("POST", "/v1/reset")
+        # An update, also where a new label would do: only then does an engine that dies come back without a hold.
         paused = self._control("GET", "/v1/is_paused")
-        for hold in [hold for scope in (paused, *paused["scopes"]) for hold in scope["holds"]]:
+        holds = [hold for scope in (paused, *paused["scopes"]) for hold in scope["holds"]]
+        is_lost = any(hold["id"] == REPUBLISH for hold in holds)
+        if BaseWeights.of(serves) != base or base.fingerprint is None or is_lost:
+            self._control("POST", "/v1/update_weights", {"model_path": str(self._model), "version": base.version})
+        for hold in [hold for hold in holds if hold["id"] != REPUBLISH]:
             _, _, adapter = hold["scope"].partition(OF_ADAPTER)
             self._control("POST", "/v1/resume", {"hold_id": hold["id"], "lora_name": adapter or None})
 

@@ -267,6 +267,7 @@ def fleet() -> Iterator[FleetServer]:
         yield fleet
 
 
+@pytest.mark.slow
 def test_a_request_survives_the_death_of_its_replica(fleet):
     whole, pids = ids(tokens(fleet)), {name: fleet.replica_pid(name) for name in fleet.replicas()}
     reply = tokens(fleet, "death; of=replica; tokens=4")
@@ -275,6 +276,7 @@ def test_a_request_survives_the_death_of_its_replica(fleet):
     assert sum(fleet.replica_pid(name) != pid for name, pid in pids.items()) == 1
 
 
+@pytest.mark.slow
 def test_a_gateway_dies_and_the_next_one_knows_what_happened(fleet):
     pid, before = fleet.gateway_pid, counts(fleet).get("death", 0)
     with pytest.raises(BROKEN):
@@ -285,6 +287,7 @@ def test_a_gateway_dies_and_the_next_one_knows_what_happened(fleet):
     assert counts(fleet)["death"] == before + 1
 
 
+@pytest.mark.slow
 def test_faults_of_tokens_and_weights_are_those_of_a_fleet_too(fleet, new):
     with pytest.raises(BROKEN):
         tokens(fleet, "stream_cut; tokens=3")

@@ -24,6 +24,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints.child import REFUSED
 from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff, bind
 from fastdeploy.entrypoints.replica_main import ReplicaConfig, ReplicaSupervisor
+from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 TESTS = Path(__file__).parents[1]
@@ -190,6 +191,13 @@ def test_an_engine_without_a_commit_restarts_without_a_lost_commit(tree):
     os.kill(t.engine_pid(), signal.SIGKILL)
     t.until(lambda: t.get("/v1/is_paused"))
     assert t.until(lambda: t.get("/v1/is_paused"))["result"]["lost_commit"] is False
+    for version in ("1", "0"):  # in the end, the weights are those of the start
+        assert t.http.post("/v1/update_weights", json={"model_path": "/x", "version": version}).status_code == 200
+    pid = t.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    t.until(lambda: t.get("/v1/is_paused"))
+    status = t.until(lambda: t.get("/v1/is_paused"))["result"]
+    assert (status["pid"] != pid, status["lost_commit"]) == (True, False)
 
 
 def test_a_killed_api_server_is_replaced_on_the_same_port(tree):
@@ -298,6 +306,12 @@ def test_each_restart_waits_longer_until_a_child_was_ready_for_long():
     assert [back_off.delay(5.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert [back_off.delay(5.0) for _ in range(1000)] == [30.0] * 1000, "it gave up on a child that was ready"
     assert [back_off.delay(60.0), back_off.delay(5.0)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("settings", "longest"), [({"faults": "on"}, 1.0), ({"faults_dir": "/f"}, 1.0), ({}, 30.0)])
+def test_restarts_wait_no_longer_than_at_first_where_faults_are_on(settings, longest):
+    tree = Supervisor(EngineConfig(model="m"), ServeConfig(model="m", **settings))
+    assert max(tree._back_offs["engine"].delay(5.0) for _ in range(20)) == longest
 
 
 def test_only_failed_starts_in_a_row_end_the_restarts():

@@ -60,7 +60,7 @@ async def test_a_fault_is_before_around_or_behind_its_call(tmp_path, header, arg
     except EngineDead:
         assert "death_in_call" in header
     else:
-        assert injection.names == [header.partition(";")[0]]
+        assert [one.fault for one in injection.decided] == [header.partition(";")[0]]
     assert server.log == log
     assert server.book.state.counts == {header.partition(";")[0]: 1}
 
@@ -76,7 +76,7 @@ async def test_a_fault_is_before_around_or_behind_its_call(tmp_path, header, arg
 )
 async def test_other_calls_have_no_fault(tmp_path, header, args):
     server = Server(tmp_path)
-    assert (await server.call(args, header)).names == []
+    assert (await server.call(args, header)).decided == []
     assert server.log == [type(args).__name__] and server.book.state.counts == {}
 
 
@@ -84,14 +84,14 @@ async def test_a_chunk_without_such_tensors_or_of_deltas_is_not_counted(tmp_path
     server, path = Server(tmp_path), tmp_path / "part.safetensors"
     path.write_bytes(encode({"norm": Tensor("F32", (1,), b"\0" * 4)}))
     source, header = FileSource(str(path)), "bits_flipped; tensors=*.experts.*"
-    assert (await server.call(m.UpdatePartArgs("s", source), header)).names == []
+    assert (await server.call(m.UpdatePartArgs("s", source), header)).decided == []
     delta = m.UpdatePartArgs("s", source, form=PartFormat("overwrite"))
-    assert (await server.call(delta, "bits_flipped")).names == []
-    assert (await server.call(m.UpdatePartArgs("s", source), "bits_flipped")).names == ["bits_flipped"]
+    assert (await server.call(delta, "bits_flipped")).decided == []
+    assert (await server.call(m.UpdatePartArgs("s", source), "bits_flipped")).decided[0].acted
 
 
 async def test_a_fault_waits_for_the_call_that_brings_the_tensors(tmp_path):
     server = Server(tmp_path)
     tried = await server.call(m.UpdatePartArgs(None, FileSource("f")), "chunk_doubled")  # no session is open
-    assert tried.names == [] and server.log == ["WeightInfoArgs", "UpdatePartArgs"]
-    assert (await server.call(m.UpdateWeightsArgs(FileSource("f")), "chunk_doubled")).names == ["chunk_doubled"]
+    assert tried.decided == [] and server.log == ["WeightInfoArgs", "UpdatePartArgs"]
+    assert (await server.call(m.UpdateWeightsArgs(FileSource("f")), "chunk_doubled")).decided[0].acted

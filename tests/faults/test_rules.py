@@ -37,7 +37,7 @@ def test_a_bad_rule_is_refused_by_its_field(given, field, words):
 
 def test_a_status_may_be_a_number():
     rule = read_rule({"fault": "http_error", "status": 500}, is_fleet=False)
-    assert rule.parameters["status"] == "500"
+    assert rule.parameters["status"] == 500
 
 
 def test_every_fault_can_be_armed_with_its_defaults_by_a_body_and_by_a_header():

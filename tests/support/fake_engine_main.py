@@ -56,7 +56,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).syscall(EXIT, 0))
 
     def commit(call: m.Call) -> m.Reply:
-        events.send("commit", weight_epoch=1)
+        events.send("commit", are_first=call.args.version == "0")
         return m.Reply(call.call_id, {"weight_epoch": 1})
 
     engine.replies[m.UpdateWeightsArgs] = commit

@@ -57,7 +57,7 @@ def test_qwen3_is_the_embedded_model():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", ["moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "ernie"))])
 def test_a_model_answers_a_chat_and_takes_an_update(name, tmp_path):
     perturbed_copy(model_folder(name, tmp_path / "models"), tmp_path / "next", scale=0.3)
     with serve(name) as server:

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from e2e.server import until
+from fastdeploy.testing import ServerFailed
+from fastdeploy.testing.plugin import Servers
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
@@ -59,6 +62,37 @@ def test_each_test_gets_the_server_as_it_was_at_its_start_and_each_worker_has_it
     assert not [pid for _, *pids in seen for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+def test_a_server_that_ends_while_it_is_reset_is_replaced_and_one_that_cannot_be_reset_is_ended():
+    """The servers are stubs, since a real one ends at that moment by chance alone."""
+
+    class Stub:
+        def __init__(self, code: int | None):
+            self.code, self.ended = code, False
+
+        def reset(self) -> None:
+            raise ServerFailed("as planned")
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def send_signal(self, number: int) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            self.ended = True
+
+    class StubServers(Servers):
+        def start(self, *_: Any, **__: Any) -> Any:
+            return made.pop(0)
+
+    servers, made = StubServers(), [Stub(-9), Stub(None), Stub(None)]
+    first, second, third = made
+    assert servers.shared() is first
+    assert servers.shared() is second and first.ended
+    with pytest.raises(ServerFailed):
+        servers.shared()
+    assert second.ended and servers.shared() is third
+
+
 FAILS = """
 import os, signal
 
@@ -78,6 +112,7 @@ def test_fails_without_a_server():
 """
 
 
+@pytest.mark.slow
 def test_a_failed_test_shows_the_log_of_its_time_and_the_next_test_gets_a_living_server(tmp_path: Path):
     done = run_pytest(tmp_path, test_it=FAILS)
     assert "2 failed, 2 passed" in done.stdout, done.stdout
@@ -103,6 +138,7 @@ def test_two(fastdeploy_serve):
 """
 
 
+@pytest.mark.slow
 def test_a_server_of_the_factory_ends_with_its_test_and_serves_a_model_by_its_name(tmp_path: Path):
     done = run_pytest(tmp_path, test_it=FACTORY)
     assert done.returncode == 0, done.stdout

@@ -84,6 +84,7 @@ def test_a_server_ends_when_its_guard_is_killed():
         os.kill(server._guard.pid, signal.SIGKILL)
         assert server.wait(20) == -signal.SIGKILL
         until(lambda: not is_alive(server.pid), 20, "the server has ended")
+    assert not server.ipc.parent.exists()
 
 
 def test_servers_that_start_at_once_have_ports_of_their_own_where_they_can_listen():

@@ -86,6 +86,10 @@ def test_a_reset_after_the_death_of_the_engine_waits_for_the_next_one(server: Se
     os.kill(engine, signal.SIGKILL)
     server.reset()
     assert state(server) == before and server.pids("engine_main") != [engine]
+    assert ok(server, "/v1/faults", {"fault": "death", "tokens": 2})
+    assert server.call("POST", "/v1/completions", {"prompt": PROMPT, "ignore_eos": True})[0] == 503
+    server.wait_ready()
+    assert state(server) | {"faults": []} == before, "a death after a reset leaves the server held"
 
 
 def test_a_model_that_is_none_is_refused_before_anything_is_started():

@@ -18,8 +18,9 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 
 class WeightSwitch:
-    """The switch to staged weights, and to another label of the weights that serve. on_commit(weight_epoch): called
-    after each commit. events: gets the commits."""
+    """The switch to staged weights, and to another label of the weights that serve. on_commit(are_first): called after
+    each commit. are_first: the weights are those of the start, with their label and EOS ids. events: gets the
+    commits."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class WeightSwitch:
         scheduler: Scheduler,
         requests: RequestTable,
         metrics: EngineMetrics,
-        on_commit: Callable[[int], None] | None,
+        on_commit: Callable[[bool], None] | None,
         events: EventLog,
     ):
         self._runner = runner
@@ -38,6 +39,7 @@ class WeightSwitch:
         self._metrics = metrics
         self._on_commit = on_commit
         self._events = events
+        self._first = self.committed()
 
     def committed(self) -> CommittedState:
         """Return all that the last commit has set, with the label of a later :meth:`relabel`."""
@@ -67,7 +69,8 @@ class WeightSwitch:
         if staged.eos_token_ids is not None:
             self._scheduler.set_eos(staged.eos_token_ids)
         if self._on_commit is not None:
-            self._on_commit(weight_epoch)
+            first = self._first._replace(weight_epoch=weight_epoch)
+            self._on_commit(first.fingerprint is not None and self.committed() == first)
         return {
             "status": "committed",
             **whole.weights_label(),

@@ -206,7 +206,17 @@ def test_an_engine_that_lost_a_commit_is_held_until_the_next_commit():
     assert h.stream("r").tokens == [], "no token of the old weights"
     h.update("/w1")
     h.run_out()
-    assert h.stream("r").tokens == expected_tokens([1, 2], 3, weights=1) and commits == [1]
+    assert h.stream("r").tokens == expected_tokens([1, 2], 3, weights=1) and commits == [False]
+
+
+def test_a_commit_says_whether_the_next_engine_will_begin_with_the_same_weights_and_version():
+    commits = []
+    h = Harness(lost_commit=True)
+    h.engine._switch._on_commit = commits.append
+    for folder, version in (("/w1", "0"), ("/w0", "0"), ("/w0", "1"), ("/w0", "0")):
+        h.update(folder, version=version)
+        h.run_rounds()
+    assert commits == [False, True, False, True]
 
 
 def test_a_commit_releases_only_the_republish_hold():
