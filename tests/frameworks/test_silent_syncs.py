@@ -94,3 +94,13 @@ def test_a_failed_sync_that_advanced_a_part_is_told_as_an_error_and_named_by_the
     stale = {one.tensor for one in report.differences if one.kind == "stale"}
     assert stale and stale == {one.tensor for one in report.differences}, report.text()
     assert len(stale) < report.tensors
+
+
+def test_kv_older_than_the_weights_is_unseen_by_nemo_rl_and_named_by_the_check(clean, new_weights):
+    """NeMo-RL#4018. The caller clears the cache and brings the weights; neither makes the engine forget its KV."""
+    assert check_sync(clean.url, MODEL_DIR).ok  # its prompts are in the prefix cache now
+    arm(clean, fault="kv_kept", times=2)
+    assert synced(NEMO_RL, clean, new_weights) == GOOD[NEMO_RL]
+    report = check_sync(clean.url, new_weights, previous=[MODEL_DIR])
+    assert not report.ok and not report.differences, report.text()
+    assert report.kv is Verdict.DIFFERS, report.text()
