@@ -28,6 +28,7 @@ FRAMEWORKS := .venv-frameworks
 GATEWAYS := .venv-gateways
 DEPLOY := .venv-deploy
 FASTDEPLOY_TESTS := .venv-fastdeploy
+OWN_TESTS := .venv-own-tests
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
@@ -78,9 +79,15 @@ test-fastdeploy: $(VENV)/.test $(FASTDEPLOY_TESTS)/.ready ops
 	FASTDEPLOY_CHECKOUT="$(FASTDEPLOY)" FASTDEPLOY_PYTHON=$(CURDIR)/$(FASTDEPLOY_TESTS)/bin/python \
 		$(BIN)/python -m pytest -m slow tests/frameworks/test_fastdeploy_ce.py --timeout 1800 $(ARGS)
 
-# CHECKOUTS=/path, a folder with a copy of each framework's repository; see tests/frameworks/own_suites for the names.
-test-own-tests: $(VENV)/.test $(FRAMEWORKS)/.ready ops
-	OWN_TESTS_CHECKOUTS="$(CHECKOUTS)" $(BIN)/python -m pytest -m slow tests/frameworks/test_own_tests.py --timeout 3600 $(ARGS)
+# CHECKOUTS=/path, a folder with a copy of each framework's repository; docs/frameworks.md has the names and commits.
+OWN_SUITES := tests/frameworks/own_suites/requirements
+OWN_INTERPRETERS := $(basename $(notdir $(wildcard $(OWN_SUITES)/*.txt)))
+test-own-tests: $(VENV)/.slow $(OWN_INTERPRETERS:%=$(OWN_TESTS)/%/.ready) ops
+	OWN_TESTS_CHECKOUTS="$(CHECKOUTS)" FRAMEWORKS_PYTHON="$(CURDIR)/$(OWN_TESTS)/frameworks/bin/python" \
+		OWN_TESTS_PYTHON_nemo_rl="$(CURDIR)/$(OWN_TESTS)/slime/bin/python" \
+		$(foreach name,$(filter-out frameworks,$(OWN_INTERPRETERS)),OWN_TESTS_PYTHON_$(name)="$(CURDIR)/$(OWN_TESTS)/$(name)/bin/python") \
+		$(BIN)/python -m pytest -m slow tests/frameworks/test_own_tests.py tests/frameworks/test_silent_syncs.py \
+		tests/frameworks/test_skyrl_sim.py --timeout 3600 $(ARGS)
 
 test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
 	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
@@ -194,6 +201,14 @@ $(FASTDEPLOY_TESTS)/.ready: | $(BIN)/python
 	$(FASTDEPLOY_TESTS)/bin/python -m pip install -q pytest requests pytz
 	@touch $@
 
+# The packages of $(VENV), and those of the list, which come first.
+$(OWN_TESTS)/%/.ready: $(OWN_SUITES)/%.txt | $(VENV)/.slow
+	$(BIN)/python -m venv $(OWN_TESTS)/$*
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OWN_TESTS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_venv.pth"
+	$(OWN_TESTS)/$*/bin/python -m pip install -q --no-deps -r $<
+	@touch $@
+
 $(GATEWAYS)/.ready: tests/gateways/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(GATEWAYS)
 	$(GATEWAYS)/bin/python -m pip install -q -r tests/gateways/requirements.txt
@@ -212,4 +227,4 @@ $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) $(DEPLOY) $(FASTDEPLOY_TESTS) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) $(OWN_TESTS) $(GATEWAYS) $(DEPLOY) $(FASTDEPLOY_TESTS) build *.egg-info fastdeploy/model_executor/ops/*.so

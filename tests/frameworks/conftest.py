@@ -44,9 +44,9 @@ def model_of(server: Server) -> str:
     return server.get("/v1/models").ok()["data"][0]["id"]
 
 
-def run_child(name: str, *arguments: Any) -> dict[str, Any]:
+def run_child(name: str, *arguments: Any, python: str = PYTHON, **environment: str) -> dict[str, Any]:
     """Run tests/frameworks/NAME in the environment of the frameworks, and return the JSON that it printed."""
-    child = run_offline([PYTHON, ROOT / "tests" / "frameworks" / name, *arguments])
+    child = run_offline([python, ROOT / "tests" / "frameworks" / name, *arguments], **environment)
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(lines[0].removeprefix("RESULT "))

@@ -2,7 +2,7 @@
 
 They are read from checkouts: ``make test-own-tests CHECKOUTS=/path``, a folder with one checkout for each framework,
 named as the modules of tests/frameworks/own_suites. A framework whose dependencies exclude those of another gets an
-interpreter of its own: OWN_TESTS_PYTHON_NAME=/path/to/python.
+interpreter of its own: OWN_TESTS_PYTHON_slime=/path/to/python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_every_test_passes_that_is_applicable(name, tmp_path, capsys):
     if not checkout.is_dir():
         pytest.skip(f"{checkout} is missing")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True)
-    python = os.environ.get(f"OWN_TESTS_PYTHON_{name.upper()}", PYTHON)
+    python = os.environ.get(f"OWN_TESTS_PYTHON_{name}", PYTHON)
     mock = run(suite, checkout, tmp_path / "mock.xml", None, python) if suite.own_mock else None
     with serve(None, "--max-num-seqs", "4", "--num-gpu-blocks-override", "2048", *suite.flags) as server:
         served = run(suite, checkout, tmp_path / "served.xml", server.url, python)

@@ -16,7 +16,7 @@ from e2e.server import perturbed
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.check_sync import Verdict, check_sync
 from fastdeploy.testing import Server, serve
-from frameworks.conftest import run_child
+from frameworks.conftest import PYTHON, ROOT, run_child
 
 CHECKOUTS = os.environ.get("OWN_TESTS_CHECKOUTS", "")
 pytestmark = [
@@ -43,6 +43,17 @@ def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return perturbed(tmp_path_factory.mktemp("weights") / "new")
 
 
+def checkout(name: str) -> Path:
+    """Return the checkout of a framework, or skip the test."""
+    if not Path(CHECKOUTS, name).is_dir():
+        pytest.skip(f"{CHECKOUTS}/{name} is missing")
+    return Path(CHECKOUTS, name)
+
+
+def python_of(name: str) -> str:
+    return os.environ.get(f"OWN_TESTS_PYTHON_{name}", PYTHON)
+
+
 def arm(server: Server, **rule: Any) -> None:
     status, reply = server.call("POST", "/v1/faults", rule)
     assert status == 200, reply
@@ -50,10 +61,9 @@ def arm(server: Server, **rule: Any) -> None:
 
 def synced(by: tuple[str, str], server: Server, folder: Path) -> dict[str, Any]:
     """Return the trainer's view of a sync."""
-    name, checkout = by
-    if not Path(CHECKOUTS, checkout).is_dir():
-        pytest.skip(f"{CHECKOUTS}/{checkout} is missing")
-    return run_child("sync_child.py", name, Path(CHECKOUTS, checkout), server.url, folder, "step-1")
+    name, folder_name = by
+    arguments = (name, checkout(folder_name), server.url, folder, "step-1")
+    return run_child("sync_child.py", *arguments, python=python_of(name))
 
 
 GOOD = {
@@ -94,3 +104,44 @@ def test_a_failed_sync_that_advanced_a_part_is_told_as_an_error_and_named_by_the
     stale = {one.tensor for one in report.differences if one.kind == "stale"}
     assert stale and stale == {one.tensor for one in report.differences}, report.text()
     assert len(stale) < report.tensors
+
+
+def test_kv_older_than_the_weights_is_unseen_by_nemo_rl_and_named_by_the_check(clean, new_weights):
+    """NeMo-RL#4018. The caller clears the cache and brings the weights; neither makes the engine forget its KV."""
+    assert check_sync(clean.url, MODEL_DIR).ok  # its prompts are in the prefix cache now
+    arm(clean, fault="kv_kept", times=2)
+    assert synced(NEMO_RL, clean, new_weights) == GOOD[NEMO_RL]
+    report = check_sync(clean.url, new_weights, previous=[MODEL_DIR])
+    assert not report.ok and not report.differences, report.text()
+    assert report.kv is Verdict.DIFFERS, report.text()
+
+
+def test_an_update_that_one_of_two_engines_lost_is_unseen_by_areal_and_named_by_the_check(clean, new_weights):
+    """vllm#52689 and vllm#51350 propose checksums in vLLM for such updates. AReaL's vLLM backend sends to both."""
+    with serve(None, "--faults", "--max-num-seqs", "4", "--num-gpu-blocks-override", "2048") as other:
+        arm(other, fault="chunk_dropped")
+        view = run_child(
+            "areal_sync_child.py", checkout("areal"), new_weights, clean.url, other.url, python=python_of("areal")
+        )
+        assert view == {"error": "", "version": 1}
+        assert check_sync(clean.url, new_weights, previous=[MODEL_DIR]).ok
+        report = check_sync(other.url, new_weights, previous=[MODEL_DIR])
+    assert not report.ok and {one.kind for one in report.differences} == {"stale"}, report.text()
+    assert len(report.differences) == report.tensors
+
+
+def test_a_tensor_that_was_not_loaded_is_an_error_in_verl_and_the_old_weights_serve_on(clean, new_weights):
+    """verl#6666 compares what vLLM has loaded with what the trainer sent, once. Our checkpoint engine sends the
+    fingerprint of each tensor with each update, so the server refuses the update. verl leaves the server paused after
+    a failed update, so there are no answers to check."""
+    tensor = "model.embed_tokens.weight"
+    arm(clean, fault="tensors_stale", tensors=tensor, times=0)
+    paths = (ROOT, ROOT / "tests/rl/frameworks", ROOT / "tests/frameworks", checkout("verl"))
+    view = run_child(
+        "verl_sync_child.py", MODEL_DIR, new_weights, clean.url,
+        python=python_of("verl"), PYTHONPATH=os.pathsep.join(map(str, paths)),
+    )  # fmt: skip
+    assert "WeightUpdateRefused" in view["error"] and tensor in view["error"]
+    assert check_sync(clean.url, MODEL_DIR, answers=False).ok
+    report = check_sync(clean.url, new_weights, previous=[MODEL_DIR], answers=False)
+    assert not report.ok and {one.kind for one in report.differences} == {"stale"}, report.text()

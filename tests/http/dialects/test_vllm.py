@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 
@@ -257,6 +260,25 @@ def test_to_sleep_while_asleep_and_to_wake_while_awake_are_no_errors(stack):
     assert stack.http.post("/wake_up").json() == {"status": "awake", "asleep": []}
     assert stack.http.get("/is_sleeping").json()["is_sleeping"] is False
     assert {type(call.args) for call in stack.engine.seen.queue} == {m.WeightInfoArgs}
+
+
+def test_two_calls_to_sleep_at_the_same_time_are_no_error(stack):
+    """The engine refuses to let sleep what sleeps."""
+    asleep: list[str] = []
+
+    def tell(call: m.Call) -> m.Reply:
+        time.sleep(0.2)  # the other call comes meanwhile
+        return m.Reply(call.call_id, LABEL | {"asleep": list(asleep)})
+
+    def fall_asleep(call: m.Call) -> m.Reply:
+        failure = m.Failure("wrong_order", "kv_cache sleeps already") if asleep else None
+        asleep.extend(call.args.tags)
+        return m.Reply(call.call_id, {"asleep": asleep}, failure)
+
+    stack.engine.replies |= {m.WeightInfoArgs: tell, m.SleepArgs: fall_asleep}
+    with ThreadPoolExecutor(2) as threads:
+        replies = list(threads.map(stack.http.post, ["/sleep"] * 2))
+    assert [reply.status_code for reply in replies] == [200, 200]
 
 
 def test_a_wake_up_skips_tags_that_do_not_sleep(stack):

@@ -3,6 +3,7 @@ server. Tokens and weights have files of their own."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -186,18 +187,20 @@ class SleepBody(TagsBody):
 
 def _add_memory(router: APIRouter, context: ServingContext) -> None:
     client, routes = context.client, Routes(router)
+    falling_asleep = asyncio.Lock()
 
     @routes.post("/sleep", SleepBody)
     async def sleep(body: SleepBody) -> dict[str, Any]:
         if body.level not in (1, 2):
             raise InvalidField("level", f"expected 1 or 2, got {body.level}")
-        sleeping = await asleep(client)
-        tags = tuple(tag for tag in memory_tags(body.tags, TAGS) or EVERYTHING if tag not in sleeping)
-        if not tags:
-            return {"status": "sleeping", "asleep": sleeping}
-        mode, discard = body.mode or context.config.vllm_pause_mode, body.level == 2 and "weight" in tags
-        args = m.SleepArgs(tags=tags, mode=mode, discard=discard, timeout_s=PAUSE_TIMEOUT_S)
-        return {"status": "sleeping", **await client.call(args)}
+        async with falling_asleep:  # a second call of the same time finds what the first has done
+            sleeping = await asleep(client)
+            tags = tuple(tag for tag in memory_tags(body.tags, TAGS) or EVERYTHING if tag not in sleeping)
+            if not tags:
+                return {"status": "sleeping", "asleep": sleeping}
+            mode, discard = body.mode or context.config.vllm_pause_mode, body.level == 2 and "weight" in tags
+            args = m.SleepArgs(tags=tags, mode=mode, discard=discard, timeout_s=PAUSE_TIMEOUT_S)
+            return {"status": "sleeping", **await client.call(args)}
 
     @routes.post("/wake_up", TagsBody)
     async def wake_up(body: TagsBody) -> dict[str, Any]:
