@@ -238,14 +238,20 @@ class _Check:
         return values[: self._engine.rows.get(name)]
 
     def _behaviour(self, previous: Sequence[TrainerWeights]) -> BehaviourReport:
-        """Return what the answers of the engine tell."""
+        """Return what the answers of the engine tell. A paused engine is not asked: it holds requests."""
         try:
+            if typed(self._calls.find("/is_paused") or {}, _Paused, "GET /is_paused").is_paused:
+                return BehaviourReport(Verdict.UNKNOWN, "The engine is paused, so its answers were not checked.")
             models = typed(self._calls.find("/v1/models") or {}, _Models, "GET /v1/models").data
             name = models[0].id if models else ""
             engine = Asked(self._calls.url, self._calls.data_headers, name, self._state)
             return check_behaviour(engine, self._trainer, previous)
         except (FastDeployError, OSError) as error:
             return BehaviourReport(Verdict.UNKNOWN, f"The answers could not be checked: {error}")
+
+
+class _Paused(msgspec.Struct):
+    is_paused: bool = False
 
 
 class _Model(msgspec.Struct):

@@ -170,6 +170,14 @@ def test_requests_go_on_during_a_check_and_an_open_update_is_told(server, client
     server.post("/v1/weights/abort", {"session_id": begun}).ok()
 
 
+def test_a_paused_server_is_compared_by_its_tensors_alone(server, client):
+    client.publish(state(1), version="step-1")
+    server.post("/v1/pause", {"mode": "keep"}).ok()
+    report = check_sync(server.url, state(1), model=MODEL_DIR)
+    server.post("/v1/resume").ok()
+    assert report.ok and "paused" in report.behaviour.how
+
+
 def test_a_part_of_the_weights_is_compared_and_the_rest_is_open(server, client):
     client.publish(state(1))
     report = check(server, {Q: state(1)[Q]})
