@@ -28,6 +28,7 @@ from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.flags import configs, put_fleet_key
 from fastdeploy.entrypoints.cli.fleet import fleet_config, launcher_spec
 from fastdeploy.entrypoints.cli.main import make_parser
+from fastdeploy.faults.rules import read_file
 from fastdeploy.http.guards.keys import read_keys
 from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
 from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables
@@ -68,8 +69,11 @@ def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=str)
-def test_a_file_of_settings_is_taken(block, tmp_path):
+def test_a_file_of_settings_or_of_faults_is_taken(block, tmp_path):
     (tmp_path / "settings.yaml").write_text(block.text)
+    if "rules:" in block.text:
+        assert read_file(str(tmp_path / "settings.yaml"), is_fleet=False).rules
+        return
     args = make_parser().parse_args(["serve", "--config", str(tmp_path / "settings.yaml")])
     assert any(str(tmp_path) in source for source in args.sources.values())
 
@@ -146,7 +150,7 @@ def adapter(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server() as server:
+    with Server("--faults") as server:
         yield server
 
 
