@@ -166,7 +166,7 @@ def serve(
     """Start ``fastdeploy serve`` with these flags, and return the server for a ``with`` block, which raises
     ServerFailed if the server is not ready after ``ready_s``. model: a folder, or a name of MODELS; None = the embedded
     model. Other arguments: see ServerProcess."""
-    folder, named = _folder_and_flags(model)
+    folder, named = _folder_and_flags(model, flags)
     command = [*FASTDEPLOY, "serve", *named, *flags]
     return Server(command, folder, ready_s=ready_s, environment=environment, log=log)
 
@@ -180,13 +180,16 @@ def serve_fleet(
     log: str | Path | None = None,
 ) -> Server:
     """Start ``fastdeploy fleet`` with this many replicas. See serve."""
-    folder, named = _folder_and_flags(model)
+    folder, named = _folder_and_flags(model, flags)
     command = [*FASTDEPLOY, "fleet", "--replicas", str(replicas), *named, *flags]
     return Server(command, folder, members=replicas, ready_s=ready_s, environment=environment, log=log)
 
 
-def _folder_and_flags(model: str | Path | None) -> tuple[Path, list[str]]:
-    """Return the folder of a model, and the flags that name it. Raises ValueError if it is none."""
+def _folder_and_flags(model: str | Path | None, flags: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of a model, and the flags that name it. Raises ValueError if it is none, or if ``flags`` name
+    one: a reset would not know it."""
+    if any(flag.partition("=")[0] == "--model" for flag in flags):
+        raise ValueError("flags: expected no --model: the first argument names the model")
     if model is None:
         return MODEL_DIR, []
     if (Path(model) / "config.json").is_file():

@@ -92,6 +92,11 @@ def test_a_reset_after_the_death_of_the_engine_waits_for_the_next_one(server: Se
     assert state(server) | {"faults": []} == before, "a death after a reset leaves the server held"
 
 
+def test_a_flag_that_names_a_model_is_refused_since_a_reset_would_not_know_it():
+    with pytest.raises(ValueError, match="flags: expected no --model"):
+        serve("llama", "--model=/elsewhere")
+
+
 def test_a_model_that_is_none_is_refused_before_anything_is_started():
     with pytest.raises(ValueError, match="model: expected a folder with a config.json, None or one of .*, got 'qwen'"):
         serve("qwen")

@@ -2,8 +2,7 @@
 
     python -m benchmarks.lib.ways.engine_main serve FLAGS      # ``fastdeploy serve`` over this engine
 
-The environment variable TIMES_FILE names the file for the times. With STALE_KV=1 the engine has a fault for the control
-run: KV survives a commit of weights, and nothing says so.
+The environment variable TIMES_FILE names the file for the times.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fastdeploy.core.request import NewTokens
-from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.entrypoints import cli, engine_main
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.scheduler import Scheduler
 
-TIMES_FILE, STALE_KV = "WAYS_TIMES_FILE", "WAYS_STALE_KV"
+TIMES_FILE = "WAYS_TIMES_FILE"
 
 
 @contextlib.contextmanager
@@ -46,25 +43,10 @@ def token_times(path: Path) -> Iterator[None]:
         path.write_text(json.dumps(times))
 
 
-@contextlib.contextmanager
-def stale_kv() -> Iterator[None]:
-    """Let KV survive commits: cached prefixes of old weights are found under new ones, and a request whose KV is of
-    several weights shares its blocks. Spans still name the weights that sampled a token."""
-    one_namespace = property(lambda served: (0, served.adapter))
-    with (
-        patch.object(ServedWeights, "kv_namespace", one_namespace),
-        patch.object(Scheduler, "weights_changed", lambda self, model, before, recompute: None),
-    ):
-        yield
-
-
 def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         return cli.main(sys.argv[1:], engine_module="benchmarks.lib.ways.engine_main")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(token_times(Path(os.environ[TIMES_FILE])))
-        if os.environ.get(STALE_KV) == "1":
-            stack.enter_context(stale_kv())
+    with token_times(Path(os.environ[TIMES_FILE])):
         return engine_main.main()
 
 

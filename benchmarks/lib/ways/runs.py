@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.lib.ways.engine_main import STALE_KV, TIMES_FILE
+from benchmarks.lib.ways.engine_main import TIMES_FILE
 from benchmarks.lib.ways.record import RUN, TOKEN_TIMES, Completed, Engine, Way, completed
 from examples.async_grpo.serving import CPU_THREADS
 from fastdeploy.bench.client import Client, ServerError
@@ -58,9 +58,12 @@ def run(plan: Plan, way: Way, seed: int, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    variables = {TIMES_FILE: str(folder.resolve() / TOKEN_TIMES), STALE_KV: str(int(way.stale_kv))}
-    variables["FASTDEPLOY_CPU_THREADS"] = CPU_THREADS
+    variables = {TIMES_FILE: str(folder.resolve() / TOKEN_TIMES), "FASTDEPLOY_CPU_THREADS": CPU_THREADS}
     command = [sys.executable, "-m", "benchmarks.lib.ways.engine_main", "serve", *plan.server]
+    if way.stale_kv:
+        schedule = folder.resolve() / "faults.json"
+        schedule.write_bytes(msgspec.json.encode({"fault": "kv_kept", "times": 0}))
+        command += ["--faults", str(schedule)]
     with ServerProcess(command, variables, folder / "server.log") as server:
         server.wait_ready(READY_S)
         before = counters(server.url)

@@ -1,15 +1,11 @@
-"""The engine of a measured run notes its tokens, and has its fault only where it is asked for."""
+"""The engine of a measured run notes its tokens."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-
-from benchmarks.lib.ways.engine_main import stale_kv, token_times
+from benchmarks.lib.ways.engine_main import token_times
 from support.harness import Harness
-
-PROMPT = list(range(1, 17))
 
 
 def test_the_times_of_all_tokens_are_noted_with_their_weight_epoch(tmp_path):
@@ -27,20 +23,3 @@ def test_the_times_of_all_tokens_are_noted_with_their_weight_epoch(tmp_path):
         of_epoch = sum(tokens for _, tokens, weight_epoch in times if weight_epoch == epoch)
         assert of_epoch == sum(span.weight_epoch == epoch for span in spans) > 0
     assert [at for at, _, _ in times] == sorted(at for at, _, _ in times)
-
-
-def test_kv_survives_a_commit_only_in_the_engine_of_the_control_run():
-    """The fake runner checks the KV that a sequence is computed over."""
-
-    def run() -> None:
-        h = Harness()
-        h.add("before", PROMPT, max_tokens=4)
-        h.run_out()
-        h.update("/w1")
-        h.add("after", PROMPT, max_tokens=4)
-        h.run_out()
-
-    run()
-    with stale_kv(), pytest.raises(AssertionError, match="stale KV at 0"):
-        run()
-    run()
