@@ -17,6 +17,7 @@ LEFT_OUT = (
     "engine/updates/test_update_exactness.py",
     "engine/updates/test_weight_memory.py",
     "http/guards/test_route_access_processes.py",
+    "rl/check_sync",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
     "rl/frameworks/test_trl_sync.py",
