@@ -222,7 +222,13 @@ class ReplicaNotFound(ControlError, code="replica_not_found", status=404):
 
 
 class ReplicaMisfit(ControlError, code="replica_misfit", status=409):
-    """A replica cannot belong to the fleet: it runs another version of this package, or has another model."""
+    """A replica cannot belong to the fleet: it has another model, or a version of this package that does not know what
+    the gateway sends."""
+
+
+class FleetMixed(ControlError, code="fleet_mixed", status=409):
+    """A member of the fleet runs a version of this package that does not know the call, or a field that it gives.
+    Nothing was changed. detail["cannot"]: what each of these members does not know."""
 
 
 class FleetCallFailed(ControlError, code="fleet_call_failed", status=502):

@@ -36,6 +36,7 @@ from fastdeploy.engine.views.gauges import add_gauges
 from fastdeploy.engine.views.trace_file import tracing
 from fastdeploy.engine.views.viewers import Viewers, fleet_state
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.known_messages import known_messages
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import NonFiniteWatch
 from fastdeploy.scheduler.drafts import Drafter
@@ -269,7 +270,7 @@ class CommonEngine:
     def _hello(self, client: str, hello: m.Hello) -> None:
         here = hello.host in ("", host_id())
         self.delivery.clients[client] = ClientProcess(hello.pid, here)
-        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION)
+        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION, known_messages())
         self.delivery.send(client, welcome)
         self.delivery.send(client, m.Heartbeat())
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from fastdeploy.client.engine_client import MakeStream
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
+from fastdeploy.core.process import VERSION
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
@@ -90,7 +91,7 @@ class FleetClient:
             welcome = members[0].client.welcome
             assert welcome is not None
             self.model_info = members[0].client.model_info
-            self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
+            self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, VERSION)
         if members:
             self.connected.set()
         elif self.connected.is_set():
@@ -145,6 +146,7 @@ class FleetClient:
         If no replica may have the request now, the request waits, and its stream is returned at once. Raises QueueFull
         if as many wait as the queues of all replicas may hold."""
         await self.require_engine()
+        self.membership.require_known(request)
         if request.sampling.seed is None:
             request = replace(request, sampling=request.sampling.seeded())
         if (seen := self.router.seen(request)).began:

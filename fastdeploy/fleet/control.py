@@ -141,6 +141,7 @@ class FleetControl:
             replicas, in_quorum = self._membership.connected, False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")
+        self._membership.require_known(args)
         members = {replica.name: replica for replica in replicas}
         call = call_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
         call.sources = sources

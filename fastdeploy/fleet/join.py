@@ -21,6 +21,7 @@ import msgspec
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FleetCallFailed, ReplicaMisfit, WrongOrder
+from fastdeploy.core.process import VERSION
 from fastdeploy.core.served_weights import WHOLE_ENGINE, CommittedState
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import GatewayLeadership
@@ -29,10 +30,11 @@ from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import MODES, REPUBLISH, TTL_MARGIN_S, FleetAdapter, FleetState, OverlappingCalls
 from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.known_messages import foreign_to
 
 logger = logging.getLogger(__name__)
 MIN_TTL_S = 0.001
-PROFILE = ("dtype", "quantization", "vocab_size", "max_model_len", "experts", "routed_experts")
+PROFILE = ("dtype", "quantization", "vocab_size", "max_model_len", "experts", "routed_experts")  # they change tokens
 
 
 class RestartNeeded(FleetCallFailed):
@@ -110,7 +112,12 @@ class Joiner:
         return same and report["weight_epoch"] == state.weight_epoch and replica.client.connected.is_set()
 
     def _check_fit(self, replica: Replica) -> None:
-        """Raise ReplicaMisfit for a replica with another version of the software, or with another model."""
+        """Raise ReplicaMisfit for a replica with another model, or with a version of this package that does not know
+        what this gateway must send it."""
+        welcome = replica.client.welcome
+        if welcome is not None and welcome.software and (foreign := foreign_to(welcome.knows)):
+            why = f"its version {welcome.software} and {VERSION} of the gateway do not both know {', '.join(foreign)}"
+            raise ReplicaMisfit(f"replica {replica.name}: {why}", param="software")
         found = profile_of(replica)
         for field, expected in (self.profile or found).items():
             if found[field] != expected:
@@ -261,10 +268,7 @@ class Joiner:
 
 def profile_of(replica: Replica) -> dict[str, Any]:
     """Return the facts that are the same on all replicas of a fleet: a request may go on at any of them."""
-    client = replica.client
-    info = client.model_info
-    profile = {field: info.get(field) for field in PROFILE}
-    return profile | {"software": client.welcome.software if client.welcome is not None else ""}
+    return {field: replica.client.model_info.get(field) for field in PROFILE}
 
 
 def _is_weaker(found: StateReport | None, wanted: m.PauseArgs) -> bool:

@@ -7,9 +7,12 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from fastdeploy.core.errors import (
     EngineError,
     EngineStalled,
+    FleetMixed,
     NotLeader,
     ReplicaMisfit,
     ReplicaNotFound,
@@ -23,6 +26,7 @@ from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
+from fastdeploy.inter_communicator.known_messages import lacking
 from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
@@ -71,6 +75,21 @@ class Membership:
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
         return self.state.boot_id
+
+    def require_known(self, message: msgspec.Struct) -> None:
+        """Raise FleetMixed if a member runs a version of this package that does not know ``message``, or what it has.
+        A request may go on at any member, and a call is made on all of them, so all must know it."""
+        lacks = {
+            replica.name: missing
+            for replica in self.quorum
+            if replica.cannot and (missing := lacking(message, replica.knows))
+        }
+        if lacks:
+            who = "; ".join(
+                f"{name} (version {self.replicas[name].software}) does not know {', '.join(missing)}"
+                for name, missing in lacks.items()
+            )
+            raise FleetMixed(f"the members of the fleet have different versions: {who}", cannot=lacks)
 
     async def run(self) -> None:
         """Follow the launcher, and lead, until this is cancelled. Raises an unexpected error of any task, since the
@@ -214,7 +233,7 @@ class Membership:
         if not replica.in_quorum:
             self.state.forget_replica(replica.name)
         if not self.quorum:
-            self._joiner.profile = None  # all replicas may come back with another version of the software
+            self._joiner.profile = None  # all replicas may come back with another model
         self.leadership.replicas_changed()
         self._changed()
 

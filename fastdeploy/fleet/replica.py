@@ -10,7 +10,9 @@ from typing import Any
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineError
+from fastdeploy.core.process import VERSION
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.known_messages import Known, cannot
 from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,10 @@ class Replica:
     serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last
     loss, fence or failed join. drains: whether it shall get no new requests, also when it has joined again.
     changed(replica): called after each change of the state. lost(replica, error): called when its engine is lost, after
-    the change of the state and before its open requests fail."""
+    the change of the state and before its open requests fail.
+
+    software, knows, cannot: version of this package at the engine, the messages that it knows, and what this gateway
+    knows and it does not."""
 
     def __init__(
         self,
@@ -94,6 +99,9 @@ class Replica:
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}
+        self.software = ""
+        self.knows: Known = {}
+        self.cannot: list[str] = []
         self.drains = False
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there
@@ -155,7 +163,10 @@ class Replica:
 
         def connected() -> None:
             if life == self._life:  # else a late event of an old connection
-                info = self.client.model_info
+                info, welcome = self.client.model_info, self.client.welcome
+                assert welcome is not None
+                self.software, self.knows = welcome.software, welcome.knows
+                self.cannot = cannot(welcome.knows) if welcome.software else []
                 self.slots, self.max_waiting, self.trust = info["max_num_seqs"], info["max_waiting"], 1.0
                 self.advance(ReplicaEvent.CONNECTED)
 
@@ -176,7 +187,8 @@ class Replica:
     def describe(self) -> dict[str, Any]:
         """Return the replica's entry of GET /v1/replicas. "load" and "holds" are as of its last report."""
         label = {"version": self.version, "weight_epoch": self.weight_epoch}
-        return describe(self.placement, self.state, self.why, self.report | label, self.in_flight, self.drains)
+        entry = describe(self.placement, self.state, self.why, self.report | label, self.in_flight, self.drains)
+        return entry | {"software": self.software, "cannot": self.cannot}
 
 
 def describe(
@@ -202,4 +214,6 @@ def describe(
         "drains": drains,
         "load": load,
         "holds": report.get("holds", []),
+        "software": VERSION,
+        "cannot": [],
     }

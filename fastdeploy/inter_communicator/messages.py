@@ -301,12 +301,13 @@ ToEngine = Hello | AddRequest | CancelRequest | Call | FenceAck
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello. boot_id changes with every start of an engine process. software: version of this package at
-    the engine."""
+    the engine. knows: the messages that the engine knows, see known_messages.py."""
 
     boot_id: str
     pid: int
     max_model_len: int
     software: str = ""
+    knows: dict[str, dict[str, bool]] = {}
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

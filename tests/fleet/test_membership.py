@@ -16,7 +16,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.replica import TRANSITIONS, Replica, ReplicaEvent, ReplicaState
-from fastdeploy.inter_communicator.messages import PauseStatusArgs
+from fastdeploy.inter_communicator.messages import PauseStatusArgs, Welcome
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from fleet.fake_fleet import FakeFleet, fake_fleet
 
@@ -71,7 +71,7 @@ def test_nothing_leaves_the_state_removed():
 def test_a_late_event_of_an_old_connection_does_not_reach_the_replica():
     replica = new_replica()
     old = replica.client
-    old.model_info = {"max_num_seqs": 8, "max_waiting": 4}
+    old.model_info, old.welcome = {"max_num_seqs": 8, "max_waiting": 4}, Welcome("boot", 0, 64)
     old._on_connected()
     assert replica.state is ReplicaState.JOINING
     replica.advance(ReplicaEvent.FENCE, "a test")
