@@ -125,11 +125,13 @@ def create_app(
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     answer = refused if config.fastdeploy_form else error_response
     policy = AccessPolicy.of(config, keys, routes)
-    if faults is None:
-        app.add_middleware(Guard, check=refuse_faults)
-    else:
+    if faults is not None:
         app.add_middleware(faults.middleware, may_control=policy.check_control)
-    app.add_middleware(Guard, check=policy.check, answer=answer)
+
+    def check(scope: Scope) -> FastDeployError | None:
+        return policy.check(scope) or (refuse_faults(scope) if faults is None else None)
+
+    app.add_middleware(Guard, check=check, answer=answer)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -164,7 +166,7 @@ def refuse_faults(scope: Scope) -> FastDeployError | None:
     hint = "faults are off: start the server with --faults"
     if scope["path"] == "/v1/faults":
         return RouteNotFound(hint)
-    return InvalidField("X-Fault", hint) if any(name == b"x-fault" for name, _ in scope["headers"]) else None
+    return InvalidField("X-Fault", hint) if b"x-fault" in dict(scope["headers"]) else None
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:
