@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.errors import FastDeployError, InvalidField, RouteNotFound
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import VERSION
 from fastdeploy.http.answer_counts import CountAnswers
 from fastdeploy.http.context import ServingContext
@@ -127,11 +127,7 @@ def create_app(
     policy = AccessPolicy.of(config, keys, routes)
     if faults is not None:
         app.add_middleware(faults.middleware, may_control=policy.check_control)
-
-    def check(scope: Scope) -> FastDeployError | None:
-        return policy.check(scope) or (refuse_faults(scope) if faults is None else None)
-
-    app.add_middleware(Guard, check=check, answer=answer)
+    app.add_middleware(Guard, check=policy.check, answer=answer)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT", "DELETE")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -158,15 +154,6 @@ def docs_router(app: FastAPI) -> APIRouter:
         return HTMLResponse(page(app.openapi()))
 
     return router
-
-
-def refuse_faults(scope: Scope) -> FastDeployError | None:
-    """Return the error for a request that asks for a fault of a server without. A test that gets no fault would prove
-    nothing, so the header is not ignored."""
-    hint = "faults are off: start the server with --faults"
-    if scope["path"] == "/v1/faults":
-        return RouteNotFound(hint)
-    return InvalidField("X-Fault", hint) if b"x-fault" in dict(scope["headers"]) else None
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:

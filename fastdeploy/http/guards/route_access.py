@@ -13,6 +13,8 @@ CONTROL, and so is any path without a route. The rules, in this order:
 
 With --metrics-port, METRICS routes are answered on that port only, as FastDeploy has it, and that port answers nothing
 else but HEALTH routes. So a firewall can open it to the machine that scrapes.
+
+Without --faults, a request that asks for a fault is refused, since a test that gets no fault would prove nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, RouteNotFound
+from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidField, InvalidKey, RouteNotFound
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
@@ -80,18 +82,28 @@ class AccessPolicy:
     insecure_control: bool
     control_port: int | None
     metrics_port: int | None = None
+    has_faults: bool = False
 
     @classmethod
     def of(cls, config: ServeConfig, keys: Keys, routes: RouteTable) -> AccessPolicy:
         """Return the policy of a server with these settings. The ports of ``config`` must be the real ones, not 0."""
         metrics_port = None if config.metrics_port == config.port else config.metrics_port
-        return cls(routes, keys, is_exposed(config, keys), config.insecure_control, config.control_port, metrics_port)
+        return cls(
+            routes,
+            keys,
+            is_exposed(config, keys),
+            config.insecure_control,
+            config.control_port,
+            metrics_port,
+            bool(config.faults),
+        )
 
     def check(self, scope: Scope) -> FastDeployError | None:
-        """Return the :meth:`refusal` of the request of ``scope``."""
+        """Return the error for the request of ``scope``, or None: its :meth:`refusal`, or that it asks for a fault."""
         path, headers = scope["path"], scope["headers"]
         _, port = scope.get("server") or (None, None)
-        return self.refusal(path, port, bearer_key(headers), is_upload(path, headers))
+        error = self.refusal(path, port, bearer_key(headers), is_upload(path, headers))
+        return error if error or self.has_faults else _fault_refusal(path, headers)
 
     def check_control(self, scope: Scope) -> FastDeployError | None:
         """Return the error for a request that may not use control routes, whatever its port and its path are."""
@@ -133,6 +145,13 @@ class AccessPolicy:
             flags = f"--control-key FILE or {CONTROL_KEY}"
             return Forbidden(f"uploads of weights need a control key on this server ({flags})")
         return None
+
+
+def _fault_refusal(path: str, headers: Iterable[tuple[bytes, bytes]]) -> RouteNotFound | InvalidField | None:
+    hint = "faults are off: start the server with --faults"
+    if path == "/v1/faults":
+        return RouteNotFound(hint)
+    return InvalidField("X-Fault", hint) if b"x-fault" in dict(headers) else None
 
 
 def _key_refusal(given: bytes | None, access: RouteAccess, keys: Keys) -> InvalidKey | Forbidden | None:
