@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -25,15 +25,13 @@ from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.process_tree import BACKLOG
 from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.app import Extension, create_app
 from fastdeploy.http.guards.connection_limits import HttpProtocol
 from fastdeploy.http.guards.keys import NO_KEYS, Keys, pop_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
-
-if TYPE_CHECKING:
-    from fastdeploy.faults.server import ServerFaults
 
 Config = TypeVar("Config", bound=ServerConfig)
 # Options of mallopt (malloc.h), and their values in bytes.
@@ -81,19 +79,20 @@ def make_server(
 async def serve(config: ApiServerConfig, process: ServerProcess) -> None:
     """Serve until a stop signal."""
     loading_file = ipc_dir.loading_file(os.path.dirname(config.endpoint.removeprefix("ipc://")))
-    faults = faults_of(config.serve, is_fleet=False)
-    make = EngineClient if faults is None else faults.engine_client
-    client = make(ZmqConnector(config.endpoint), config.serve.stall_s, read_loading=lambda: read_loading(loading_file))
-    await process.serve(client, config.serve, faults)
+    client = EngineClient(
+        ZmqConnector(config.endpoint), config.serve.stall_s, read_loading=lambda: read_loading(loading_file)
+    )
+    await process.serve(client, config.serve)
 
 
-def faults_of(config: ServeConfig, is_fleet: bool) -> ServerFaults | None:
-    """Return the faults of a server with --faults. Without, nothing of them is imported."""
+def faults_of(config: ServeConfig, client: EngineClient | FleetClient) -> Extension | None:
+    """Give ``client`` and this process the faults of a server with --faults, and return them. Without, nothing of them
+    is imported."""
     if not config.faults:
         return None
     from fastdeploy.faults.server import ServerFaults
 
-    faults = ServerFaults(config, is_fleet)
+    faults = ServerFaults(config, client)
     faults.take_clock()
     return faults
 
@@ -123,9 +122,9 @@ class ServerProcess(NamedTuple):
     listeners: Sequence[socket.socket]
     events: EventPipe
 
-    async def serve(self, client: ServingClient, config: ServeConfig, faults: Extension | None = None) -> None:
+    async def serve(self, client: EngineClient | FleetClient, config: ServeConfig) -> None:
         """Serve ``client`` until a stop signal. The parent gets the events "up" and "ready"."""
-        server = make_server(client, self.tokenizer, config, self.keys, faults)
+        server = make_server(client, self.tokenizer, config, self.keys, faults_of(config, client))
         announcing = asyncio.create_task(announce(client, self.events))
         collect_rarely()
         await server.serve(sockets=list(self.listeners))

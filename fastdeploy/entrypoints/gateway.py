@@ -16,7 +16,7 @@ import sys
 
 import msgspec
 
-from fastdeploy.entrypoints.api_server import ServerProcess, faults_of, run_server
+from fastdeploy.entrypoints.api_server import ServerProcess, run_server
 from fastdeploy.entrypoints.child import EventPipe
 from fastdeploy.entrypoints.fleet import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
@@ -72,11 +72,9 @@ async def serve(config: GatewayConfig, process: ServerProcess) -> None:
     fleet = msgspec.structs.replace(config.fleet, replica_key=key)
     launcher = make_launcher(config.launcher, own_keys, fleet_key, events)
     context = context_of_many()
-    faults = faults_of(config.serve, is_fleet=True)
-    make = FleetClient if faults is None else faults.fleet_client
-    client = make(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context))
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context))
     beating = asyncio.create_task(beat(events, config.serve.stall_s))
-    await process.serve(client, config.serve, faults)
+    await process.serve(client, config.serve)
     beating.cancel()
     context.destroy(linger=0)
 

@@ -19,7 +19,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.faults.book import FaultBook
-from fastdeploy.faults.calls import CallFaults, Next
+from fastdeploy.faults.calls import CallFaults
 from fastdeploy.faults.injection import CURRENT
 from fastdeploy.faults.middleware import ROUTE, FaultMiddleware
 from fastdeploy.faults.processes import family, freeze, kill, parent_of
@@ -36,32 +36,25 @@ ON = "on"  # the setting ``faults`` without a schedule file
 
 
 class ServerFaults:
-    """The faults of one process that serves HTTP, as ``http.app.Extension``. config: faults is not empty; faults_dir is
-    a folder that outlives this process. pid_of: returns the engine that runs a request; of "", any; None = there is no
-    engine. It is set by the client."""
+    """The faults of one process that serves HTTP, as ``http.app.Extension``. They are put into ``client``: its submit
+    and its call are replaced. config: faults is not empty; faults_dir is a folder that outlives this process."""
 
-    def __init__(self, config: ServeConfig, is_fleet: bool):
-        schedule = None if config.faults == ON else read_file(config.faults, is_fleet)
+    def __init__(self, config: ServeConfig, client: EngineClient | FleetClient):
+        self._client, self._is_fleet = client, isinstance(client, FleetClient)
+        schedule = None if config.faults == ON else read_file(config.faults, self._is_fleet)
         self.book = FaultBook(config.faults_dir, schedule)
-        self.pid_of: Callable[[str], int | None] = lambda request_id: None
-        self._folder, self._is_fleet = config.faults_dir, is_fleet
+        self._folder = config.faults_dir
         self._calls = CallFaults(self.book, config, self)
         self._keep_kv = False
         self.book.changed = self.signal
         self.signal()
+        self._submit, self._call = client.submit, client.call  # without faults
+        client.submit, client.call = self.submit, self.call  # type: ignore[method-assign]
         logger.warning("faults are on: requests can break this server (--faults)")
 
     def take_clock(self) -> None:
         """Let the wall clock of this process be off as the faults say."""
         shift_clock(lambda: self.book.state.clock_s.get("api_server", 0.0))
-
-    def engine_client(self, *args: Any, **settings: Any) -> EngineClient:
-        """Return a client of one engine that has these faults."""
-        return FaultyEngineClient(self, *args, **settings)
-
-    def fleet_client(self, *args: Any, **settings: Any) -> FleetClient:
-        """Return a client of a fleet that has these faults."""
-        return FaultyFleetClient(self, *args, **settings)
 
     # ------------------------------------------------------------------ http.app.Extension
 
@@ -107,44 +100,41 @@ class ServerFaults:
 
         return router
 
-    # ------------------------------------------------------------------ what the clients ask
+    # ------------------------------------------------------------------ the client
 
     async def submit(
-        self,
-        request: AddRequest,
-        make_stream: MakeStream,
-        submit: Callable[[MakeStream], Any],
-        call: Next,
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
     ) -> RequestStream:
-        """Send a request for tokens with the faults of its HTTP request. submit: sends it. call: makes a control
-        call."""
+        """Send a request for tokens with the faults of its HTTP request. See EngineClient.submit."""
         injection = CURRENT.get()
         if injection is None:
-            return await submit(make_stream)
+            return await self._submit(request, reader, make_stream)
         if injection.request is None:
             ids = [request.group or request.request_id, injection.trace_id]
 
             async def version() -> str:
-                return (await call(m.WeightInfoArgs())).get("version", "")
+                return (await self._call(m.WeightInfoArgs())).get("version", "")
 
             chosen = await self.book.decide(Place.REQUEST, injection.asked, injection.path, ids, version=version)
             injection.decided += [happening for _, happening in chosen]
             injection.request = RequestFaults(chosen, self.book, injection, self.act, self._is_fleet)
         faults = injection.request
         if faults.is_empty:
-            return await submit(make_stream)
-        stream = await submit(faults.stream)
+            return await self._submit(request, reader, make_stream)
+        stream = await self._submit(request, reader, faults.stream)
         faults.submitted(request.request_id)
         return stream
 
-    async def call(self, args: m.Args, call: Next) -> dict[str, Any]:
-        """Make a control call with the faults of its HTTP request. call: makes it without."""
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        """Make a control call with the faults of its HTTP request. See EngineClient.call."""
         injection = CURRENT.get()
-        return await (call(args) if injection is None else self._calls.call(injection, args, call))
+        return await (self._call(args) if injection is None else self._calls.call(injection, args, self._call))
+
+    # ------------------------------------------------------------------ what faults do
 
     def act(self, rule: Rule, request_id: str) -> None:
         """Kill or stop processes, as a rule says. request_id: of the request whose engine is meant; "" = any engine."""
-        of, engine = rule.parameters["of"], self.pid_of(request_id)
+        of, engine = rule.parameters["of"], self._engine_pid(request_id)
         if rule.fault == "frozen" and of == "server":
             freeze(family(os.getppid()), float(rule.parameters["seconds"]))
         elif of in ("api_server", "gateway"):
@@ -161,51 +151,10 @@ class ServerFaults:
         self._keep_kv = self._keep_kv if keep_kv is None else keep_kv
         write_signals(self._folder, EngineSignals(self._keep_kv, self.book.state.clock_s.get("engine", 0.0)))
 
-
-class FaultyEngineClient(EngineClient):
-    """A client of one engine, with faults."""
-
-    def __init__(self, faults: ServerFaults, *args: Any, **settings: Any):
-        super().__init__(*args, **settings)
-        self._faults = faults
-        faults.pid_of = lambda request_id: self.welcome.pid if self.welcome is not None else None
-
-    async def submit(
-        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
-    ) -> RequestStream:
-        """See EngineClient."""
-        submit = super().submit
-        return await self._faults.submit(request, make_stream, lambda make: submit(request, reader, make), super().call)
-
-    async def call(self, args: m.Args) -> dict[str, Any]:
-        """See EngineClient."""
-        return await self._faults.call(args, super().call)
-
-
-class FaultyFleetClient(FleetClient):
-    """A client of a fleet, with faults."""
-
-    def __init__(self, faults: ServerFaults, *args: Any, **settings: Any):
-        super().__init__(*args, **settings)
-        self._faults = faults
-        faults.pid_of = self._pid_of
-
-    async def submit(
-        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
-    ) -> RequestStream:
-        """See FleetClient."""
-        submit = super().submit
-        return await self._faults.submit(request, make_stream, lambda make: submit(request, reader, make), super().call)
-
-    async def call(self, args: m.Args) -> dict[str, Any]:
-        """See FleetClient."""
-        return await self._faults.call(args, super().call)
-
-    def _pid_of(self, request_id: str) -> int | None:
-        """Return the process of the engine at which the request runs, or of the first member."""
-        relay = self._relays.get(request_id)
-        replicas = [attempt.route.replica for attempt in relay.attempts] if relay is not None else []
-        for replica in [*replicas, *self.membership.quorum]:
-            if replica.client.welcome is not None:
-                return replica.client.welcome.pid
-        return None
+    def _engine_pid(self, request_id: str) -> int | None:
+        """Return the process of the engine that runs a request, else of any engine; None = none is connected."""
+        clients = [self._client]
+        if isinstance(self._client, FleetClient):
+            replicas = [*self._client.replicas_of(request_id), *self._client.membership.quorum]
+            clients = [replica.client for replica in replicas]
+        return next((client.welcome.pid for client in clients if client.welcome is not None), None)

@@ -167,6 +167,11 @@ class FleetClient:
             self._remember(relay)
         return outer
 
+    def replicas_of(self, request_id: str) -> list[Replica]:
+        """Return the replicas at which a request runs."""
+        relay = self._relays.get(request_id)
+        return [attempt.route.replica for attempt in relay.attempts] if relay is not None else []
+
     def _require_unused(self, request: AddRequest) -> None:
         """Raise DuplicateRequest if an id of ``request`` is in use. A request with retain_s takes over from an earlier
         one with its id and body."""

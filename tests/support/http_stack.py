@@ -63,13 +63,12 @@ class Server:
         shorten_ticks()
 
         async def serve() -> None:
-            make, faults = EngineClient, None
+            self.client = EngineClient(ZmqConnector(self._endpoint), self._config.stall_s)
+            faults = None
             if self._config.faults:
                 from fastdeploy.faults.server import ServerFaults
 
-                faults = ServerFaults(self._config, is_fleet=False)
-                make = faults.engine_client
-            self.client = make(ZmqConnector(self._endpoint), self._config.stall_s)
+                faults = ServerFaults(self._config, self.client)
             self._server = make_server(self.client, self._tokenizer, self._config, self._keys, faults)
             self._made.set()
             await self._server.serve(sockets=self._listeners)
