@@ -53,17 +53,20 @@ def test_tokens_have_the_faults_of_their_request(fleet):
     assert fleet.run(versions("slow_tokens; seconds=0")) == {"0"}
 
 
-def test_the_engine_that_dies_is_one_at_which_the_request_runs(fleet):
-    async def runs_at(name: str) -> set[int]:
-        asked("death; when=before")
-        fleet.killed.clear()
-        stream = await fleet.client.submit(AddRequest(name, [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True)))
-        pids = {replica.client.welcome.pid for replica in fleet.client.replicas_of(name)}
-        stream.close()
+def test_the_engine_that_dies_is_the_one_at_which_the_request_runs(fleet):
+    async def places() -> list[int]:
+        streams, pids = [], []
+        for name, prompt in ("first", [1, 2, 3]), ("second", [4, 5, 6]):  # each has a replica of its own
+            asked("death; when=before")
+            request = AddRequest(name, prompt, SamplingParams(max_tokens=400, ignore_eos=True))
+            streams.append(await fleet.client.submit(request))
+            pids += [replica.client.welcome.pid for replica in fleet.client.replicas_of(name)]
+        for stream in streams:
+            stream.close()
         return pids
 
-    for name in "abcd":
-        assert fleet.run(runs_at(name)) == set(fleet.killed)
+    pids = fleet.run(places())
+    assert sorted(pids) == [1000, 1001] and pids == fleet.killed
 
 
 def test_calls_have_the_faults_of_their_request(fleet):
