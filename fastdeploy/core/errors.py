@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any
 
@@ -28,6 +29,11 @@ def shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxstring = 200
     return short.repr(value)
+
+
+def shown_url(url: str) -> str:
+    """Return a URL for a message or a report: without user and password."""
+    return re.sub(r"^([\w+.-]+://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 class FastDeployError(Exception):

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, shown_url
 from fastdeploy.traffic.file import Headers
 from fastdeploy.traffic.headers import content_length, value_of
 
@@ -176,7 +176,7 @@ class Upstream:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
-            raise InvalidField("upstream", f"expected http://HOST:PORT, got {_without_user(url)!r}")
+            raise InvalidField("upstream", f"expected http://HOST:PORT, got {shown_url(url)!r}")
         self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self.netloc = parts.netloc.rpartition("@")[2]
         self.prefix = parts.path.rstrip("/")
@@ -217,8 +217,3 @@ def _basic(user: str | None, password: str | None) -> str | None:
     if user is None:
         return None
     return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
-
-
-def _without_user(url: str) -> str:
-    head, at, rest = url.rpartition("@")
-    return head.partition("//")[0] + "//" + rest if at else url

@@ -1,10 +1,17 @@
-"""Error messages that repeat long or broken text of a client."""
+"""Texts of errors: long or broken text of a client, and URLs with passwords."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastdeploy.core.errors import MAX_MESSAGE_CHARS, MAX_NAME_CHARS, InvalidField, WeightUpdateRefused, from_wire
+from fastdeploy.core.errors import (
+    MAX_MESSAGE_CHARS,
+    MAX_NAME_CHARS,
+    InvalidField,
+    WeightUpdateRefused,
+    from_wire,
+    shown_url,
+)
 
 
 @pytest.mark.parametrize("text", ["n" * 10**6, "\ud800", "a" * 900 + "\udfff"], ids=["long", "half a pair", "both"])
@@ -26,3 +33,9 @@ def test_a_long_field_name_is_shortened():
 def test_a_short_message_is_unchanged():
     error = InvalidField("kv", "expected keep or recompute, got 'größer'")
     assert error.message == "kv: expected keep or recompute, got 'größer'" and error.field == "kv"
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@host:1/v1", "http://me:sec/r@et@host:1/v1", "http://host:1/v1"])
+def test_a_url_is_shown_without_user_and_password(url):
+    assert shown_url(url) == "http://host:1/v1"
+    assert shown_url("me:secret@host") == "host"

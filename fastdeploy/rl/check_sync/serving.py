@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 import msgspec
 
-from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError, shown_url
 from fastdeploy.rl.check_sync.compare import Values
 from fastdeploy.rl.check_sync.report import Difference, ServingState
 from fastdeploy.rl.check_sync.weights import TrainerWeights
@@ -74,10 +74,8 @@ class Calls:
 
     @property
     def shown_url(self) -> str:
-        """Return the URL without user and password, for reports."""
-        scheme, slashes, rest = self.url.partition("//")
-        host, slash, path = rest.partition("/")
-        return scheme + slashes + host.rpartition("@")[2] + slash + path
+        """The URL for reports."""
+        return shown_url(self.url)
 
     @property
     def data_headers(self) -> dict[str, str]:
