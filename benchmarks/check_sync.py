@@ -44,8 +44,7 @@ from fastdeploy.rl.check_sync.bounds import (
 )
 from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import differences
-from fastdeploy.rl.check_sync.kinds import by_kind, with_error
-from fastdeploy.rl.check_sync.own_run import OwnRun, widened
+from fastdeploy.rl.check_sync.own_run import OwnRun, by_kind, widened, with_error
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 from fastdeploy.testing.models import MODELS, model_folder
 

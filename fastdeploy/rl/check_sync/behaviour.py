@@ -25,8 +25,7 @@ from fastdeploy.rl.check_sync.bounds import (
     prompts_of,
     smallest_found,
 )
-from fastdeploy.rl.check_sync.kinds import by_kind, with_error
-from fastdeploy.rl.check_sync.own_run import OwnRun, widened
+from fastdeploy.rl.check_sync.own_run import OwnRun, by_kind, widened, with_error
 from fastdeploy.rl.check_sync.report import BehaviourReport, Divergence, ServingState, Verdict
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 

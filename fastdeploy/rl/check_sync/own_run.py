@@ -1,8 +1,10 @@
-"""A run of our own on the trainer's weights: log probabilities by the model code and the ops of the server."""
+"""A run of our own on the trainer's weights: log probabilities by the model code and the ops of the server. And weights
+that such a run is given: the trainer's in float32, and with errors of a known size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -52,6 +54,28 @@ class OwnRun:
 def widened(trainer: TrainerWeights) -> dict[str, np.ndarray]:
     """Return the trainer's tensors by name in float32, rounded to the serving dtype."""
     return {name: widen(values) for name, values in trainer.arrays(trainer.shapes)}
+
+
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of the tensors that play the same part in each layer, and for each expert. A kind is such a name
+    with * in place of the numbers."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return found
+
+
+def with_error(
+    tensors: Mapping[str, np.ndarray], names: Iterable[str], size: float, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Return the tensors with normal noise added to those in ``names``: of ``size`` times the root mean square of the
+    tensor."""
+    rng, changed = np.random.default_rng(seed), dict(tensors)
+    for name in names:
+        values = tensors[name]
+        scale = size * float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+        changed[name] = (values + scale * rng.standard_normal(values.shape)).astype(np.float32)
+    return changed
 
 
 def _samples(sequences: Sequence[Sequence[int]], given: Sequence[int]) -> list[Sample]:

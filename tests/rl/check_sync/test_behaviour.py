@@ -13,8 +13,7 @@ from fastdeploy.rl.check_sync import behaviour
 from fastdeploy.rl.check_sync.answers import Answer
 from fastdeploy.rl.check_sync.behaviour import Asked, Probes, check_behaviour, judge, probe
 from fastdeploy.rl.check_sync.bounds import NOISE
-from fastdeploy.rl.check_sync.kinds import with_error
-from fastdeploy.rl.check_sync.own_run import OwnRun, widened
+from fastdeploy.rl.check_sync.own_run import OwnRun, widened, with_error
 from fastdeploy.rl.check_sync.report import ServingState, Verdict
 from fastdeploy.rl.check_sync.weights import TrainerWeights
 from fastdeploy.testing import serve
