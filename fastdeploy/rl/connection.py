@@ -27,7 +27,9 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 SESSIONS = "/v1/sessions/"
 # These routes and those of sessions take the API key. Every other route takes the control key, and is at the control
 # address.
-DATA_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"})
+DATA_ROUTES = frozenset(
+    {"/v1/completions", "/v1/chat/completions/render", "/v1/models", "/generate", "/health", "/ready"}
+)
 T = TypeVar("T")
 
 

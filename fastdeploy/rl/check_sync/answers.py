@@ -7,21 +7,22 @@ probabilities of the prompts is used; if none does, the first that gives those o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import httpx
 import numpy as np
 
+from fastdeploy.core.errors import FastDeployError
+from fastdeploy.rl.check_sync.serving import Calls
+
 Body: TypeAlias = dict[str, Any]
-TIMEOUT_S = 300.0
 BATCH = 16  # prompts of one request
 
 
 class Question(NamedTuple):
-    """What all prompts are asked for. max_tokens: of an answer, which does not end before. with_prompt: log
-    probabilities of the prompts, too; engines then compute the whole prompt. salt: no KV is shared with requests of
-    another salt."""
+    """The options of a request, for all of its prompts. max_tokens: of an answer, which does not end before.
+    with_prompt: log probabilities of the prompts, too; engines then compute the whole prompt. salt: no KV is shared
+    with requests of another salt."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -56,26 +57,15 @@ class Dialect(NamedTuple):
     salted: str
 
 
-class Engine:
-    """An engine that answers questions. url: without /v1. headers: with the key. model: its name at the engine."""
+class Completions:
+    """The route of an engine that answers questions. model: the name of the model at the engine."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], model: str):
-        self._url, self._model = url, model
-        self._http = httpx.Client(headers=dict(headers), timeout=TIMEOUT_S, trust_env=False)
+    def __init__(self, calls: Calls, model: str):
+        self._calls, self._model = calls, model
         self._dialect: Dialect | None = None
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
-
     def ask(self, prompts: Sequence[Sequence[int]], question: Question, batch: int = BATCH) -> list[Answer]:
-        """Return the answers in the order of the prompts. Raises Unusable, or OSError if the engine cannot be
-        reached."""
+        """Return the answers in the order of the prompts. Raises Unusable, or Unreachable."""
         if self._dialect is None:
             self._dialect = self._chosen(prompts[:1], question)
         return [
@@ -104,11 +94,11 @@ class Engine:
         if question.salt is not None:
             body[dialect.salted] = question.salt
         try:
-            reply = self._http.post(self._url + dialect.path, json=body)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise OSError(f"POST {dialect.path}: {type(error).__name__}: {error}") from error
-        if reply.status_code != 200:
-            raise Unusable(f"POST {dialect.path}: status {reply.status_code}: {reply.text[:200]}")
+            reply = self._calls.send("POST", dialect.path, json=body)
+        except FastDeployError as error:
+            if (status := error.detail.get("status")) is None:
+                raise
+            raise Unusable(f"POST {dialect.path}: status {status}: {error.message}") from error
         try:
             answers = dialect.read(prompts, reply.json())
             for one in answers:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy.rl.check_sync.answers import Answer, Engine, Question, Unusable
+from fastdeploy.rl.check_sync.answers import Answer, Completions, Question, Unusable
 from fastdeploy.rl.check_sync.bounds import (
     FLOAT32,
     LEVELS,
@@ -36,16 +36,6 @@ ERROR = 0.01  # relative, of a tensor: small enough that log probabilities move 
 POWER = 0.99
 
 
-class Asked(NamedTuple):
-    """An engine to ask. url: without /v1 and without a slash at its end. headers: with the key, if there is one.
-    model_name: of /v1/models. state: what the engine says of itself."""
-
-    url: str
-    headers: Mapping[str, str]
-    model_name: str
-    state: ServingState
-
-
 class Probes(NamedTuple):
     """The answers of an engine to the fixed prompts. plain: log probabilities of prompts and of greedy answers. cached,
     fresh: to the same long prompts; the KV of the first may come from the prefix cache."""
@@ -56,25 +46,23 @@ class Probes(NamedTuple):
 
 
 def check_behaviour(
-    asked: Asked, trainer: TrainerWeights, previous: Sequence[TrainerWeights] = (), seed: int = 0
+    engine: Completions, state: ServingState, trainer: TrainerWeights, previous: Sequence[TrainerWeights] = ()
 ) -> BehaviourReport:
     """Compare the answers of an engine with those of the trainer's weights. previous: earlier weights, the latest
-    first. seed: of the prompts. Raises OSError for what the engine refuses or does not answer."""
-    ours = asked.state.engine == "fastdeploy"
-    if asked.state.quantization and not ours:
-        how = f"The engine quantizes its weights ({asked.state.quantization}); a run of our own cannot do the same."
+    first. Raises as ``Completions.ask``."""
+    ours = state.engine == "fastdeploy"
+    if state.quantization and not ours:
+        how = f"The engine quantizes its weights ({state.quantization}); a run of our own cannot do the same."
         return BehaviourReport(Verdict.UNKNOWN, how)
-    with Engine(asked.url, asked.headers, asked.model_name) as engine:
-        probes = probe(engine, trainer, seed)
-    return judge(probes, trainer, previous, ours, asked.state.quantization)
+    return judge(probe(engine, trainer), trainer, previous, ours, state.quantization)
 
 
-def probe(engine: Engine, trainer: TrainerWeights, seed: int = 0) -> Probes:
-    """Ask an engine the fixed prompts. Raises OSError."""
+def probe(engine: Completions, trainer: TrainerWeights) -> Probes:
+    """Ask an engine the fixed prompts. Raises as ``Completions.ask``."""
     config = trainer.model.config
     most = config.max_position_embeddings
-    plain = fixed_prompts(config.vocab_size, PROMPTS, min(LENGTH, most - MAX_TOKENS), seed)
-    long = fixed_prompts(config.vocab_size, KV_PROMPTS, min(KV_LENGTH, most - KV_TOKENS), seed + 1)
+    plain = fixed_prompts(config.vocab_size, PROMPTS, min(LENGTH, most - MAX_TOKENS), 0)
+    long = fixed_prompts(config.vocab_size, KV_PROMPTS, min(KV_LENGTH, most - KV_TOKENS), 1)
     salt = f"fastdeploy-check-sync-{np.random.default_rng().integers(1 << 62)}"
     question = Question(KV_TOKENS, temperature=1.0)
     probes = Probes(

@@ -16,7 +16,8 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.fingerprint import over_all
 from fastdeploy.core.weight_source import AUTO, LAYOUTS
 from fastdeploy.model_executor.models import CONFIG
-from fastdeploy.rl.check_sync.behaviour import Asked, check_behaviour
+from fastdeploy.rl.check_sync.answers import Completions
+from fastdeploy.rl.check_sync.behaviour import check_behaviour
 from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import differences
 from fastdeploy.rl.check_sync.history import History, updates
@@ -244,8 +245,7 @@ class _Check:
                 return BehaviourReport(Verdict.UNKNOWN, "The engine is paused, so its answers were not checked.")
             models = typed(self._calls.find("/v1/models") or {}, _Models, "GET /v1/models").data
             name = models[0].id if models else ""
-            engine = Asked(self._calls.url, self._calls.data_headers, name, self._state)
-            return check_behaviour(engine, self._trainer, previous)
+            return check_behaviour(Completions(self._calls, name), self._state, self._trainer, previous)
         except (FastDeployError, OSError) as error:
             return BehaviourReport(Verdict.UNKNOWN, f"The answers could not be checked: {error}")
 

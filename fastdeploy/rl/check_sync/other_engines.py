@@ -35,12 +35,41 @@ FUSED = (
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)\d+\.(gate|up|down)_proj\.weight")
 
 
-class SglangEngine:
+class UnknownEngine:
+    """See ``Engine``. An engine that shows no weights, so that only its answers are checked."""
+
+    method = "answers"
+    zero: str | None = None
+    has_fingerprints = False
+    rows: Mapping[str, int] = {}
+    values: Values | None = None
+
+    def state(self) -> ServingState:
+        """See ``Engine.state``."""
+        return ServingState("unknown")
+
+    def digests(self, trainer: TrainerWeights) -> Mapping[str, str]:
+        """Return nothing."""
+        return {}
+
+    def digests_of(self, weights: TrainerWeights) -> dict[str, str]:
+        """Return nothing."""
+        return {}
+
+    def damaged(self, trainer: TrainerWeights) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def changed(self) -> str | None:
+        """Return nothing: the engine tells no label."""
+        return None
+
+
+class SglangEngine(UnknownEngine):
     """See ``Engine``."""
 
     method = f"the first {SHOWN_VALUES} values of each tensor, by {BY_NAME}"
-    zero: str | None = ZERO.hex
-    has_fingerprints = False
+    zero = ZERO.hex
 
     def __init__(self, calls: Calls, info: Mapping[str, Any]):
         self._calls, self._info = calls, info
@@ -79,21 +108,13 @@ class SglangEngine:
             if name in weights.present
         }
 
-    @property
-    def values(self) -> Values | None:
-        """See ``Engine.values``."""
-        return self._values
-
-    def damaged(self, trainer: TrainerWeights) -> list[str]:
-        """Return nothing."""
-        return []
-
     def changed(self) -> str | None:
         """See ``Engine.changed``. The label is all that SGLang tells."""
         then, now = self.state().version, (_info(self._calls) or {}).get("weight_version")
         return None if then == _text(now) else f"the version {then} became {now} during the check"
 
-    def _values(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def values(self, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """See ``Engine.values``."""
         for name in names:
             shown = self._show(name)
             if shown is not None:
@@ -118,16 +139,12 @@ class SglangEngine:
         return in_dtype(values, dtype_of(name, self._dtype))
 
 
-class VllmEngine:
+class VllmEngine(UnknownEngine):
     """See ``Engine``."""
 
     method = f"sha256 of the tensors of the engine, by {CHECKER}; q, k and v are one tensor, and so are gate and up"
-    zero: str | None = None
-    has_fingerprints = False
-    values: Values | None = None
-    rows: Mapping[str, int] = {}
 
-    def __init__(self, calls: Calls, info: Mapping[str, Any]):
+    def __init__(self, calls: Calls):
         self._calls = calls
         about = calls.find("/server_info", params={"config_format": "json"}) or {}
         self._settings = _dict(_dict(about.get("vllm_config")).get("model_config"))
@@ -135,10 +152,9 @@ class VllmEngine:
 
     def state(self) -> ServingState:
         """See ``Engine.state``."""
-        dtype = _dtype(self._settings.get("dtype"))
-        return ServingState(
-            "vllm", self._version(), dtype=dtype, quantization=_text(self._settings.get("quantization"))
-        )
+        version = _text((self._calls.find("/weight_info") or {}).get("weight_version"))
+        dtype, quantization = self._settings.get("dtype"), self._settings.get("quantization")
+        return ServingState("vllm", version, dtype=_dtype(dtype), quantization=_text(quantization))
 
     def digests(self, trainer: TrainerWeights) -> Mapping[str, str]:
         """See ``Engine.digests``."""
@@ -170,29 +186,6 @@ class VllmEngine:
                 found[name] = known[one]
         return found
 
-    def damaged(self, trainer: TrainerWeights) -> list[str]:
-        """Return nothing."""
-        return []
-
-    def changed(self) -> str | None:
-        """See ``Engine.changed``. The label is all that vLLM tells, if it has one."""
-        return None
-
-    def _version(self) -> str | None:
-        return _text((self._calls.find("/weight_info") or {}).get("weight_version"))
-
-
-class UnknownEngine(VllmEngine):
-    """An engine of which only the answers are checked."""
-
-    def state(self) -> ServingState:
-        """See ``Engine.state``."""
-        return ServingState("unknown")
-
-    def digests(self, trainer: TrainerWeights) -> Mapping[str, str]:
-        """Return nothing."""
-        return {}
-
 
 def unit(name: str, shapes: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return the name of vLLM's tensor that has this one, and the tensors of which it is made, in their order."""
@@ -207,13 +200,11 @@ def unit(name: str, shapes: Mapping[str, Any]) -> tuple[str, list[str]]:
     return name, [name]
 
 
-def find_other(calls: Calls) -> SglangEngine | VllmEngine:
+def find_other(calls: Calls) -> UnknownEngine:
     """Return the engine at an address that is none of ours."""
     if (info := _info(calls)) is not None:
         return SglangEngine(calls, info)
-    if (info := calls.find("/version")) is not None:
-        return VllmEngine(calls, info)
-    return UnknownEngine(calls, {})
+    return UnknownEngine() if calls.find("/version") is None else VllmEngine(calls)
 
 
 def _info(calls: Calls) -> dict[str, Any] | None:

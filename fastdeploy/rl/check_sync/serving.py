@@ -1,4 +1,4 @@
-"""What an engine says of the weights that serve. The engine is known by its routes."""
+"""The questions to an engine about the weights that serve, and the calls of its routes."""
 
 from __future__ import annotations
 
@@ -69,19 +69,9 @@ class Calls:
         self._http = httpx.Client(timeout=timeout, trust_env=False)
 
     @property
-    def url(self) -> str:
-        return self._connection.url
-
-    @property
     def shown_url(self) -> str:
         """The URL for reports."""
-        return shown_url(self.url)
-
-    @property
-    def data_headers(self) -> dict[str, str]:
-        """Return the header with the key of the data routes."""
-        key = self._connection.data_key
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return shown_url(self._connection.url)
 
     def close(self) -> None:
         """Close all connections."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fastdeploy.rl.check_sync.answers import Engine, Question, Unusable
+from fastdeploy.rl.check_sync.answers import Completions, Question, Unusable
+from fastdeploy.rl.check_sync.serving import Calls
+from fastdeploy.rl.connection import Connection
+from fastdeploy.rl.errors import Unreachable
+from rl.check_sync.played import Played
 
 PROMPT, TOKENS = [5, 6, 7], [8, 9]
 OF_PROMPT, OF_TOKENS = [-1.5, -2.5], [-0.5, -0.25]
@@ -55,41 +57,19 @@ def openai(path: str, body: dict[str, Any]) -> Reply:
 
 
 @pytest.fixture
-def played() -> Iterator[Callable[[Callable[[str, dict[str, Any]], Reply]], Engine]]:
-    """Return a function that plays an engine and connects to it."""
-    servers, engines = [], []
+def played() -> Iterator[Played]:
+    with Played() as one:
+        yield one
 
-    def play(engine: Callable[[str, dict[str, Any]], Reply]) -> Engine:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, reply = engine(self.path, body)
-                data = json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        engines.append(Engine(f"http://127.0.0.1:{server.server_port}", {}, "default"))
-        return engines[-1]
-
-    yield play
-    for engine in engines:
-        engine.close()
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def completions(played: Played, engine: Callable[[str, dict[str, Any]], Reply]) -> Completions:
+    played.routes = {("POST", path): partial(engine, path) for path in ("/v1/completions", "/generate")}
+    return Completions(Calls(Connection(played.url)), "default")
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang, openai], ids=lambda engine: engine.__name__)
 def test_every_dialect_gives_the_same_answers(engine, played):
-    asked = played(engine)
+    asked = completions(played, engine)
     [with_prompt] = asked.ask([PROMPT], Question(2, with_prompt=True))
     [alone] = asked.ask([PROMPT], Question(2, temperature=1.0, salt="s"))
     for answer in (with_prompt, alone):
@@ -101,9 +81,9 @@ def test_every_dialect_gives_the_same_answers(engine, played):
 
 def test_an_engine_that_gives_no_log_probabilities_is_refused_with_what_each_route_said(played):
     with pytest.raises(Unusable, match="/v1/completions: status 501.*/generate: status 501"):
-        played(lambda path, body: (501, {})).ask([PROMPT], Question(2))
+        completions(played, lambda path, body: (501, {})).ask([PROMPT], Question(2))
 
 
-def test_an_engine_that_cannot_be_reached_is_an_error_of_the_system():
-    with Engine("http://127.0.0.1:9", {}, "default") as engine, pytest.raises(OSError, match="ConnectError"):
-        engine.ask([PROMPT], Question(2))
+def test_an_engine_that_cannot_be_reached_is_told_as_such():
+    with pytest.raises(Unreachable, match="ConnectError"):
+        Completions(Calls(Connection("http://127.0.0.1:9")), "default").ask([PROMPT], Question(2))

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from fastdeploy.rl.check_sync import behaviour
-from fastdeploy.rl.check_sync.answers import Answer
-from fastdeploy.rl.check_sync.behaviour import Asked, Probes, check_behaviour, judge, probe
+from fastdeploy.rl.check_sync.answers import Answer, Completions
+from fastdeploy.rl.check_sync.behaviour import Probes, check_behaviour, judge, probe
 from fastdeploy.rl.check_sync.bounds import NOISE
 from fastdeploy.rl.check_sync.own_run import OwnRun, widened, with_error
 from fastdeploy.rl.check_sync.report import ServingState, Verdict
+from fastdeploy.rl.check_sync.serving import Calls
 from fastdeploy.rl.check_sync.weights import TrainerWeights
+from fastdeploy.rl.connection import Connection
 from fastdeploy.testing import serve
 from fastdeploy.testing.checkpoints import Spec, write_checkpoint
 from fastdeploy.testing.models import model_folder
@@ -59,8 +61,8 @@ def test_a_server_gives_the_same_bits_and_its_prefix_cache_is_checked_when_it_is
         serve(folder, "--dtype", "bfloat16", "--served-model-name", "llama") as server,
         TrainerWeights(folder) as trainer,
     ):
-        asked = Asked(server.url, {}, "llama", ServingState("fastdeploy"))
-        first, second = check_behaviour(asked, trainer), check_behaviour(asked, trainer)
+        asked = Completions(Calls(Connection(server.url)), "llama"), ServingState("fastdeploy")
+        first, second = check_behaviour(*asked, trainer), check_behaviour(*asked, trainer)
     assert (first.verdict, first.statistic, first.diverged) == (Verdict.EQUAL, 0.0, None)
     assert first.kv is Verdict.UNKNOWN and first.kv_how.startswith("Not tested")
     assert second.kv is Verdict.EQUAL and "tokens of KV from the prefix cache" in second.kv_how
@@ -163,6 +165,6 @@ def _scored(run: OwnRun, answer: Answer) -> Answer:
 
 
 def test_an_engine_that_quantizes_is_not_judged(trainer):
-    asked = Asked("http://127.0.0.1:9", {}, "default", ServingState("vllm", quantization="fp8"))
-    report = check_behaviour(asked, trainer)
+    engine = Completions(Calls(Connection("http://127.0.0.1:9")), "default")
+    report = check_behaviour(engine, ServingState("vllm", quantization="fp8"), trainer)
     assert report.verdict is Verdict.UNKNOWN and "fp8" in report.how
