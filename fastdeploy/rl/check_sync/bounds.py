@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NOISE = 4.0  # Rounding of an engine may be so many times our own. Measured: 1.6 to 2.4 (torch, vLLM).
+NOISE = 4.0  # Rounding of an engine may be so many times our own. Measured: 1.4 to 2.3 (torch, vLLM).
 # (share, own share): the value that ``share`` of the engine's differences exceed is compared with the value that
 # ``own share`` of our differences exceed. In a Mixture of Experts, rounding sends some tokens to other experts. Twice
 # the rounding does so for twice the tokens, and so an engine may have a larger share of these large differences.
@@ -23,9 +23,8 @@ LARGEST = 3.0  # The largest difference of all, of a dense model, may be so many
 SPREAD = 6.0  # A quantile of n values varies by some 1 / sqrt(n) of itself; so many times as much is allowed.
 FLOAT32 = 2.0**-12  # Rounding in float32, as a share of that in bfloat16. Measured with torch: 2**-13.5 to 2**-12.3.
 FLOOR = 1e-6  # Of a log probability in float32: JSON and the last bit.
-CAUCHY = (
-    2.385 / 0.6745
-)  # Scale of Cauchy's weights in medians: 95 % of the efficiency of least squares (Holland, 1977).
+# Scale of Cauchy's weights in medians: 95 % of the efficiency of least squares (Holland, 1977).
+CAUCHY = 2.385 / 0.6745
 SURE = 5.0  # Standard errors. By chance, a fit is so far from 0 in fewer than 1 of 100,000 checks.
 FOUND = 2.33  # Standard errors that 99 % of the fits lie above.
 STALE = 0.5  # Share of an update that is missing, above which the older weights fit better than the new ones.
@@ -60,12 +59,10 @@ def noise_ratio(tokens: Tokens) -> float:
         return math.inf
     differences = np.abs(tokens.found - tokens.exact)
     own = np.abs(tokens.own - tokens.exact) * tokens.scale
-    levels = [(share, of_own, 1.0) for share, of_own in LEVELS] + [(0.0, 0.0, LARGEST)] * tokens.dense
-    ratios = [
-        np.quantile(differences, 1 - share) / max(np.quantile(own, 1 - of_own), FLOOR) / allowed
-        for share, of_own, allowed in levels
-    ]
-    return float(max(ratios) / (1 + SPREAD / math.sqrt(len(own))))
+    levels = np.array([(share, of_own, 1.0) for share, of_own in LEVELS] + [(0.0, 0.0, LARGEST)] * tokens.dense)
+    shares, of_own, allowed = levels.T
+    ratios = np.quantile(differences, 1 - shares) / np.maximum(np.quantile(own, 1 - of_own), FLOOR) / allowed
+    return float(ratios.max() / (1 + SPREAD / math.sqrt(len(own))))
 
 
 class Fit(NamedTuple):

@@ -62,6 +62,9 @@ def check_sync(
     Raises InvalidField for a wrong argument."""
     if layout not in LAYOUTS:
         raise InvalidField("layout", f"expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    for field, folder in (("base", base), *(("previous", one) for one in previous)):
+        if isinstance(folder, str | os.PathLike) and not os.path.isdir(folder):
+            raise InvalidField(field, f"there is no folder {os.fspath(folder)!r}")
     connection = Connection(
         url.rstrip("/").removesuffix("/v1"), api_key=api_key, control_key=control_key, control_url=control_url
     )

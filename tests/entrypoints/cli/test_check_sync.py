@@ -55,6 +55,8 @@ def test_the_command_names_the_argument_that_is_wrong(played, tmp_path, capsys):
     for flags, told in (
         (["--model", "/nowhere"], "argument --model: the folder '/nowhere' cannot be read"),
         (["--model", str(MODEL_DIR), "--history", str(tmp_path / "history")], "argument --history: "),
+        (["--model", str(MODEL_DIR), "--previous", "/nowhere"], "argument --previous: there is no folder '/nowhere'"),
+        (["--model", str(MODEL_DIR), "--base", "/nowhere"], "argument --base: there is no folder '/nowhere'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["check-sync", "--url", played.url, "--no-answers", *flags])
