@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What ``fastdeploy check-sync`` finds: planted faults, the smallest errors, and false alarms.
+"""The power of ``fastdeploy check-sync``: planted faults, the smallest errors, and false alarms.
 
     python -m benchmarks.check_sync --json check_sync.json
 
@@ -33,15 +33,7 @@ from benchmarks.lib.torch_engine import TorchEngine, serving_dtype, torch_engine
 from fastdeploy.core.fingerprint import ZERO, fingerprint
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.rl.check_sync.behaviour import ERROR, LENGTH, PROMPTS, fixed_prompts
-from fastdeploy.rl.check_sync.bounds import (
-    NOISE,
-    Evidence,
-    Tokens,
-    evidence,
-    noise_ratio,
-    prompts_of,
-    smallest_found,
-)
+from fastdeploy.rl.check_sync.bounds import NOISE, Evidence, Tokens, evidence, noise_ratio, prompts_of, smallest_found
 from fastdeploy.rl.check_sync.case import Earlier, Sides
 from fastdeploy.rl.check_sync.compare import differences
 from fastdeploy.rl.check_sync.own_run import OwnRun, by_kind, widened, with_error

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy.core.serving_dtype import in_dtype, widen
+from fastdeploy.rl.check_sync.own_run import with_error
 
 Tensors = dict[str, np.ndarray]
 Change = Callable[["Place"], np.ndarray]
@@ -338,8 +339,5 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 def updated(tensors: Mapping[str, np.ndarray], dtype_of: Callable[[str], str], size: float, seed: int = 1) -> Tensors:
     """Return the tensors after an update of this relative size: that of the root mean square of each tensor."""
-    rng, found = np.random.default_rng(seed), {}
-    for name, values in tensors.items():
-        scale = size * float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
-        found[name] = _rounded(values + scale * rng.standard_normal(values.shape), dtype_of(name))
-    return found
+    changed = with_error(tensors, tensors, size, seed)
+    return {name: _rounded(values, dtype_of(name)) for name, values in changed.items()}

@@ -1,14 +1,20 @@
 """The check of a sync: are the weights that serve those of the trainer?
 
-check       check_sync, the public function
-weights     the trainer's weights as a server of a dtype would have them
-history     the fingerprints of the weights of earlier checks
-serving     what an engine is asked: our own by fingerprints and values (own_engine), others by their routes
-            (other_engines)
-compare     which tensors differ, by how much, and the table of ways in which tensors differ: another tensor serves
-            (origins), the values are others (changes), or they are not at their places (places)
-behaviour   prompts and log probabilities: for any engine, and for the KV
-report      the results, and their text
+``check`` has check_sync, the public function. Four parts do its work, in this order:
+
+the trainer     weights     its tensors as a server of a dtype would have them
+                history     a file with the fingerprints of earlier checks
+the engine      serving     the questions to an engine, and HTTP
+                own_engine, other_engines   the answers of a server of this package, and of SGLang and vLLM
+the tensors     compare     the tensors that differ, by how much, and the table of ways in which tensors differ
+                origins, changes, places    these ways: another tensor serves, values were changed, or they were moved
+                case        the facts that each way looks at
+the answers     behaviour   log probabilities of prompts, for any engine, and the KV
+                answers     prompts to an engine, by the routes of vLLM, SGLang or OpenAI
+                own_run     the same prompts through a model of our own
+                bounds      the statistics: differences that can be rounding, and those that cannot
+
+``report`` has the result and its text.
 """
 
 from fastdeploy.rl.check_sync.check import check_sync

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NOISE = 4.0  # Rounding of an engine may be so many times our own. Measured: 1.4 to 2.3 (torch, vLLM).
+NOISE = 4.0  # Rounding of an engine may be so many times our own. Measured: 1.3 to 2.3 (torch, vLLM).
 # (share, own share): the value that ``share`` of the engine's differences exceed is compared with the value that
 # ``own share`` of our differences exceed. In a Mixture of Experts, rounding sends some tokens to other experts. Twice
 # the rounding does so for twice the tokens, and so an engine may have a larger share of these large differences.
@@ -134,8 +134,8 @@ def _line(differences: np.ndarray, changes: np.ndarray, start: float, floor: flo
 
 
 class Evidence(NamedTuple):
-    """What the log probabilities say of the weights. ratio: of ``noise_ratio``. older: the fit of each of the earlier
-    weights, the latest first. parts: of the last update alone, the fit of each kind of tensors."""
+    """The findings of the log probabilities about the weights. ratio: of ``noise_ratio``. older: the fit of each of the
+    earlier weights, the latest first. parts: of the last update alone, the fit of each kind of tensors."""
 
     ratio: float
     older: Sequence[Fit] = ()

@@ -1,4 +1,4 @@
-"""One tensor that differs, with all that a classifier may look at."""
+"""The facts that a classifier may look at: of all tensors on both sides, and the values of one that differs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True)
 class Sides:
-    """The digests of all tensors on both sides, by name; equal digests are equal values. earlier: the latest first.
-    base: the weights before the training. read_wide: reads the trainer's tensor before it is rounded, as float32.
-    config: of the model. zero: the digest of zeros, of any shape."""
+    """All that is known of both sides.
+
+    expected, served: the digests of the trainer's tensors and of those that serve, by name; equal digests are equal
+    values. earlier: weights that the trainer had before, the latest first. read: reads a tensor of the trainer in the
+    serving dtype; read_wide: before it is rounded, as float32. dtype: "float32" or "bfloat16", which serves. config: of
+    the model. base: the weights before the training, None if not known. zero: the digest of zeros of any shape, None if
+    there is none."""
 
     expected: Mapping[str, str]
     served: Mapping[str, str]

@@ -229,12 +229,12 @@ class _Check:
             expected,
             served,
             known,
-            lambda name: self._shown(name, trainer.read(name)),
-            lambda name: self._shown(name, trainer.read_wide(name)),
-            trainer.dtype,
-            trainer.model.config,
-            base,
-            engine.zero,
+            read=lambda name: self._shown(name, trainer.read(name)),
+            read_wide=lambda name: self._shown(name, trainer.read_wide(name)),
+            dtype=trainer.dtype,
+            config=trainer.model.config,
+            base=base,
+            zero=engine.zero,
         )
 
     def _shown(self, name: str, values: np.ndarray) -> np.ndarray:

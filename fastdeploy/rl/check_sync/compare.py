@@ -86,10 +86,10 @@ def differences(
         left -= size
         for name in chosen:
             served = found.get(name)
-            yield difference(name, sides, shapes[name], served)
+            yield _difference(name, sides, shapes[name], served)
 
 
-def difference(name: str, sides: Sides, shape: tuple[int, ...], served: np.ndarray | None) -> Difference:
+def _difference(name: str, sides: Sides, shape: tuple[int, ...], served: np.ndarray | None) -> Difference:
     """Return how one tensor differs. served: its values; None if they are not known."""
     case = None
     size = int(np.prod(shape, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""What a check of a sync finds: the tensors that differ, and how the engine behaves."""
+"""The result of a check: the tensors that differ, the answers of the engine, and the text of both."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class BehaviourReport:
 
 @dataclass(frozen=True)
 class ServingState:
-    """What an engine says of itself. engine: "fastdeploy", "sglang", "vllm" or "unknown". fields are None if the engine
-    does not tell. session: a weight update is open. adapters: names that are loaded. fingerprint: over all tensors.
-    replicas: the members of a fleet, () for one server."""
+    """The engine's facts about itself. engine: "fastdeploy", "sglang", "vllm" or "unknown". fields are None if the
+    engine does not tell. session: a weight update is open. adapters: names that are loaded. fingerprint: over all
+    tensors. replicas: the members of a fleet, () for one server."""
 
     engine: str
     version: str | None = None
@@ -113,9 +113,10 @@ class ServingState:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The result of a check. method: how the tensors were compared, or "behaviour". tensors: number that were
-    compared. fingerprint: of the trainer's weights over all tensors, in the serving dtype; None if it was not computed.
-    differences: in the order of the model. notes: sentences about the state of the engine."""
+    """The result of a check. method: how the weights were compared; "answers" if the engine shows no tensors, "none" if
+    nothing was compared. tensors: number that were compared. fingerprint: of the trainer's weights over all tensors, in
+    the serving dtype; None if it was not computed. differences: in the order of the model. notes: sentences about the
+    state of the engine."""
 
     url: str
     verdict: Verdict
