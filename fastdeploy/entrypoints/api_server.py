@@ -20,10 +20,10 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig, from_json
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.listener import BACKLOG
 from fastdeploy.core.loading import read_loading
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
-from fastdeploy.entrypoints.process_tree import BACKLOG
 from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.app import Extension, create_app

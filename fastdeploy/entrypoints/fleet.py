@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child
 from fastdeploy.entrypoints.process_tree import (
@@ -29,8 +30,6 @@ from fastdeploy.entrypoints.process_tree import (
     PIPES,
     BackOff,
     ProcessTree,
-    bind,
-    url_of,
     with_ports,
 )
 from fastdeploy.entrypoints.ray_launcher import RayConfig

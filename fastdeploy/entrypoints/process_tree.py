@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import ANSWER_COUNTS_FOLDER
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
-BACKLOG = 4096
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 LATE_TIMER_S = 0.5  # a timer that fires later than this shows that this process was stopped, or its host is slow
@@ -377,24 +377,3 @@ def with_ports(config: ServeConfig, listeners: Sequence[socket.socket]) -> Serve
     real = [listener.getsockname()[1] for listener in listeners]
     ports = dict(zip(ports_of(config), real, strict=False))
     return msgspec.structs.replace(config, **ports)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket for all API servers. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a server that listens there."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
+from fastdeploy.core.listener import url_of
 from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
-from fastdeploy.entrypoints.process_tree import url_of
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
 from fastdeploy.http.guards.keys import pop_keys
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key

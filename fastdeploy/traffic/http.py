@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 STOP_S = 2  # that open connections get at the end
 KEEP_ALIVE_S = 75  # longer than clients keep theirs, so that none meets a connection that closes
-BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
@@ -32,24 +30,6 @@ class HttpServer(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(BACKLOG)
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_server(app: App) -> HttpServer:

@@ -18,6 +18,7 @@ import uvloop
 from blake3 import blake3
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import VERSION, collect_rarely
 from fastdeploy.traffic.file import Begin, Body, End, Head, Headers, Opening, Outcome, Piece, RecordWriter, Side
 from fastdeploy.traffic.headers import content_length, encoding_of, end_to_end, is_json, is_opaque, value_of
@@ -26,12 +27,10 @@ from fastdeploy.traffic.http import (
     Send,
     error_body,
     headers_of,
-    listen,
     make_server,
     send_head,
     send_json,
     target_of,
-    url_of,
 )
 from fastdeploy.traffic.upstream import CONTINUE_S, Connection, Upstream, UpstreamFailed
 from fastdeploy.traffic.writer import MAX_TEXT_BYTES, BackgroundWriter
@@ -206,7 +205,7 @@ def record(upstream_url: str, host: str, port: int, out: str, keep_all: bool) ->
     """Record until SIGINT or SIGTERM. Return the exit status: 1 if the file could not be written to its end. Raises
     InvalidField, which names the flag; OSError if the port is in use."""
     upstream = Upstream(upstream_url)
-    listener = listen(host, port)
+    listener = bind(host, port)
     with listener:
         if _is_at(upstream, listener):
             raise InvalidField("upstream", f"expected an engine, got the address of this recorder, {upstream.url}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import MutableMapping, Set
 from typing import Any
 
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import collect_rarely
 from fastdeploy.traffic.bodies import IGNORED, Asked, LiveBody
 from fastdeploy.traffic.file import MAX_REQUEST_BYTES, Exchange, Headers, Outcome, Recording, read_recording
@@ -17,12 +18,10 @@ from fastdeploy.traffic.http import (
     Send,
     error_body,
     headers_of,
-    listen,
     make_server,
     send_head,
     send_json,
     target_of,
-    url_of,
 )
 from fastdeploy.traffic.keys import KeyRemover
 from fastdeploy.traffic.matching import Book
@@ -170,7 +169,7 @@ def replay(file: str, host: str, port: int, speed: float, loose: bool, ignored: 
     import uvloop
 
     recording = read_recording(file)
-    with listen(host, port) as listener:
+    with bind(host, port) as listener:
         return uvloop.run(_replay(recording, listener, file, Replay(recording, speed, loose, IGNORED | ignored)))
 
 

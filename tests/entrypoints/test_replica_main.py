@@ -18,9 +18,9 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child, EventPipe, EventReader
-from fastdeploy.entrypoints.process_tree import bind, url_of
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.testing.process import descendants, is_alive
 

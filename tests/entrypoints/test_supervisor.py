@@ -21,8 +21,9 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.listener import bind
 from fastdeploy.entrypoints.child import REFUSED
-from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff, bind
+from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
 from fastdeploy.entrypoints.replica_main import ReplicaConfig, ReplicaSupervisor
 from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY

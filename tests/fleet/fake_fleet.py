@@ -17,10 +17,10 @@ from e2e.server import until
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import EngineError
+from fastdeploy.core.listener import bind
 from fastdeploy.core.process import host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher

@@ -17,10 +17,10 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.listener import bind
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 from support.fake_runner import FakeRunner, Known

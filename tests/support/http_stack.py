@@ -15,7 +15,8 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.entrypoints.process_tree import bind, ports_of, with_ports
+from fastdeploy.core.listener import bind
+from fastdeploy.entrypoints.process_tree import ports_of, with_ports
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector

@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from pathlib import Path
 
+from fastdeploy.core.listener import bind, url_of
 from fastdeploy.traffic.bodies import IGNORED
 from fastdeploy.traffic.file import Opening, Recording, RecordWriter, read_recording
-from fastdeploy.traffic.http import listen, make_server, url_of
+from fastdeploy.traffic.http import make_server
 from fastdeploy.traffic.record import Recorder
 from fastdeploy.traffic.replay import Replay
 from fastdeploy.traffic.upstream import Upstream
@@ -82,7 +83,7 @@ async def recorder(path: Path, script: Script, user: str = "", keep_all: bool = 
 async def served(app: Recorder | Replay) -> AsyncIterator[str]:
     """Serve an application and give its URL."""
     shorten_ticks()
-    with listen("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0) as listener:
         server = make_server(app)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         yield url_of(listener)

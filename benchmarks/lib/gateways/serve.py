@@ -20,12 +20,12 @@ from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.listener import bind
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import Sampled
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fastdeploy.core.listener import bind
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.main import main
-from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.testing.checkpoints import Spec, random_tensors
 from fastdeploy.worker.model_runner import ModelRunner
 from support.paddle_checkpoints import write_paddle_checkpoint
