@@ -123,6 +123,7 @@ def _children() -> list[int]:
 
 def main() -> None:
     program, status_fd, folder, *command = sys.argv[1:]
+    os.set_inheritable(int(status_fd), False)  # while the server held it, too, the program would not see it closed
     with contextlib.suppress(ProcessLookupError):
         program_fd = os.pidfd_open(int(program))
         if os.getppid() == int(program):  # else the program died before
