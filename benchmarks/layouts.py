@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.lib.report import json_flag, markdown, write_json
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.testing.tensors import entries, head
+from fastdeploy.testing.tensors import WEIGHTS, entries, write_safetensors
 from fastdeploy.worker.model_runner import ModelRunner
 
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "up_gate": ("gate_proj", "up_proj")}
@@ -33,7 +33,7 @@ KINDS = ("huggingface", "paddle", "paddle, fused", ".pdparams")
 
 def paddle_tensors(model: Path, fused: bool) -> dict[str, np.ndarray]:
     """Return the tensors of a folder in Paddle's layout, bfloat16 as uint16."""
-    raw = (model / "model.safetensors").read_bytes()
+    raw = (model / WEIGHTS).read_bytes()
     found = {}
     for name, _, shape, start, _ in entries(raw):
         array = np.frombuffer(raw, "<u2", int(np.prod(shape)), start).reshape(shape)
@@ -56,14 +56,7 @@ def write_paddle(model: Path, folder: Path, kind: str) -> Path:
         with (folder / "model_state.pdparams").open("wb") as file:
             pickle.dump(tensors, file, protocol=4)
         return folder
-    header, at = {}, 0
-    for name, array in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(head(header))
-        for array in tensors.values():
-            file.write(array.data)
+    write_safetensors(folder / WEIGHTS, tensors)
     return folder
 
 

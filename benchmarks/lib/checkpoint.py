@@ -58,15 +58,8 @@ class Checkpoint:
 
     def _part(self, group: Sequence[Entry]) -> tuple[bytes, memoryview]:
         start, end = group[0].start, group[-1].end
-        header = {
-            entry.name: {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "data_offsets": [entry.start - start, entry.end - start],
-            }
-            for entry in group
-        }
-        return head(header), memoryview(self.data)[start:end]
+        header = head((entry.name, entry.dtype, entry.shape, entry.end - entry.start) for entry in group)
+        return header, memoryview(self.data)[start:end]
 
     def read_file(self) -> None:
         """Bring the file into the page cache."""
@@ -132,8 +125,5 @@ class Flips:
 
 def encode(payloads: dict[str, np.ndarray]) -> bytes:
     """Return a safetensors file of uint8 tensors."""
-    header, end = {}, 0
-    for name, payload in payloads.items():
-        start, end = end, end + payload.size
-        header[name] = {"dtype": "U8", "shape": [payload.size], "data_offsets": [start, end]}
-    return b"".join([head(header), *(payload.tobytes() for payload in payloads.values())])
+    header = head((name, "U8", payload.shape, payload.nbytes) for name, payload in payloads.items())
+    return b"".join([header, *(payload.tobytes() for payload in payloads.values())])

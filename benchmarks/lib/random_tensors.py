@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,16 +24,10 @@ class RandomTensor(NamedTuple):
 def write_random_tensors(path: Path, tensors: Sequence[RandomTensor], seed: int) -> int:
     """Write the tensors, in this order, as a safetensors file of bfloat16. One tensor is in memory at a time. Return
     the number of values. The same seed gives the same bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        size = 2 * int(np.prod(tensor.shape))
-        header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-        offset += size
     rng = np.random.default_rng(seed)
     with path.open("wb") as file:
-        file.write(head(header))
+        file.write(head(((t.name, "BF16", t.shape, 2 * math.prod(t.shape)) for t in tensors), format="pt"))
         for tensor in tensors:
             values = rng.standard_normal(tensor.shape, dtype=np.float32) * tensor.std + tensor.mean
             file.write(to_bfloat16(values).tobytes())
-    return offset // 2
+    return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -123,13 +123,9 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _write(folder: Path, config: Mapping[str, Any], values: Values) -> None:
     """Write the checkpoint, with the tokenizer of the embedded model."""
     folder.mkdir(parents=True)
-    shapes, offset, header = _shapes(config), 0, dict[str, Any]()
-    for name, shape in shapes.items():
-        end = offset + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
+    shapes = _shapes(config)
     with (folder / WEIGHTS).open("wb") as file:
-        file.write(head(header))
+        file.write(head((name, "BF16", shape, 2 * math.prod(shape)) for name, shape in shapes.items()))
         for name, shape in shapes.items():
             file.write(to_bfloat16(values(name, shape)).tobytes())
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

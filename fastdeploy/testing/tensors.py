@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,9 +38,15 @@ def entries(raw: bytes | bytearray) -> Iterator[Entry]:
             yield Entry(name, entry["dtype"], entry["shape"], base + start, base + end)
 
 
-def head(header: Mapping[str, Any]) -> bytes:
+def head(tensors: Iterable[tuple[str, str, Sequence[int], int]], **metadata: str) -> bytes:
     """Return the beginning of a safetensors file: the length of the header in 8 bytes, then the header, padded to whole
-    8 bytes (https://github.com/huggingface/safetensors)."""
+    8 bytes (https://github.com/huggingface/safetensors). tensors: name, dtype, shape and bytes of each, in the order of
+    the data that follows."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
     blob = json.dumps(header).encode()
     blob += b" " * (-len(blob) % 8)
     return len(blob).to_bytes(8, "little") + blob
@@ -59,17 +65,8 @@ def to_float32(data: bytes | bytearray) -> np.ndarray:
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] = DTYPES) -> None:
     """Write a safetensors file. dtypes: what the header calls the dtype of an array, by numpy's name. Raises KeyError
     for another dtype."""
-    header, offset = {}, 0
-    for name, array in tensors.items():
-        end = offset + array.nbytes
-        header[name] = {
-            "dtype": dtypes[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
     with path.open("wb") as file:
-        file.write(head(header))
+        file.write(head((name, dtypes[a.dtype.name], a.shape, a.nbytes) for name, a in tensors.items()))
         for array in tensors.values():
             file.write(np.ascontiguousarray(array).tobytes())
 

@@ -15,7 +15,7 @@ import httpx
 
 from fastdeploy import testing
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.testing.tensors import perturbed_copy
+from fastdeploy.testing.tensors import WEIGHTS, entries, head, perturbed_copy
 
 PROMPT = list(range(40, 60))
 LONG = 3900  # tokens of a request that runs for seconds, until a test has disturbed it and aborts it
@@ -30,20 +30,14 @@ def perturbed(folder: Path) -> Path:
 
 def halves(folder: Path) -> list[bytes]:
     """Return the checkpoint in ``folder`` as two safetensors files, each with half of the tensors."""
-    raw = (folder / "model.safetensors").read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
-    names = [name for name in header if name != "__metadata__"]
-    parts = []
-    for chosen in (names[::2], names[1::2]):
-        entries, blob = {}, b""
-        for name in chosen:
-            begin, end = header[name]["data_offsets"]
-            entries[name] = {**header[name], "data_offsets": [len(blob), len(blob) + end - begin]}
-            blob += data[begin:end]
-        head = json.dumps(entries).encode()
-        parts.append(len(head).to_bytes(8, "little") + head + blob)
-    return parts
+    raw = (folder / WEIGHTS).read_bytes()
+    found = list(entries(raw))
+    return [
+        b"".join(
+            [head((e.name, e.dtype, e.shape, e.end - e.start) for e in half), *(raw[e.start : e.end] for e in half)]
+        )
+        for half in (found[::2], found[1::2])
+    ]
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
