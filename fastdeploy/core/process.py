@@ -1,4 +1,4 @@
-"""What each process of this package sets up at its start, and knows of itself and its machine.
+"""What each process of this package sets up at its start, and reads about itself, other processes and its machine.
 
 The environment variables of the C++ ops (FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are in
 model_executor/ops/cpu_library.py, those of keys in http/guards/keys.py and inter_communicator/fleet_key.py.
@@ -6,6 +6,7 @@ model_executor/ops/cpu_library.py, those of keys in http/guards/keys.py and inte
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -90,3 +91,27 @@ def _namespace(name: str) -> str:
         return str(os.stat(f"/proc/self/ns/{name}").st_ino)
     except OSError:
         return "0"
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name (see proc(5)): the state, the parent, ... Raises OSError if
+    there is no such process."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    with contextlib.suppress(OSError):
+        return stat_of(pid)[0] not in "ZX"
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living descendants of a process, without itself."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # the process has just ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
+    living = [child for child in children if is_alive(child)]
+    return living + [pid for child in living for pid in descendants(child)]

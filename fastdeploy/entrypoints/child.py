@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.errors import shortened
+from fastdeploy.core.process import stat_of
 
 logger = logging.getLogger(__name__)
 REFUSED = 2  # exit status of a process whose model or settings cannot be served: a restart would not help
@@ -136,8 +137,8 @@ class Child:
 
     def main_thread_ended(self) -> bool:
         """Return whether the main thread has ended, though another thread may still run."""
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        with contextlib.suppress(OSError):
+            return stat_of(self.pid)[0] in "ZX"
         return False
 
     def reap(self) -> int:

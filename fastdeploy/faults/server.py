@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -17,12 +20,12 @@ from fastdeploy.client.engine_client import EngineClient, MakeStream
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.process import descendants, stat_of
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.faults.book import FaultBook
 from fastdeploy.faults.calls import CallFaults
 from fastdeploy.faults.injection import CURRENT
 from fastdeploy.faults.middleware import ROUTE, FaultMiddleware
-from fastdeploy.faults.processes import family, freeze, kill, parent_of
 from fastdeploy.faults.rules import Rule, read_file, read_schedule
 from fastdeploy.faults.signals import EngineSignals, shift_clock, write_signals
 from fastdeploy.faults.stream import RequestFaults
@@ -136,7 +139,7 @@ class ServerFaults:
         """Kill or stop processes, as a rule says. request_id: of the request whose engine is meant; "" = any engine."""
         of, engine = rule.parameters["of"], self._engine_pid(request_id)
         if rule.fault == "frozen" and of == "server":
-            freeze(family(os.getppid()), float(rule.parameters["seconds"]))
+            freeze([os.getppid(), *descendants(os.getppid())], float(rule.parameters["seconds"]))
         elif of in ("api_server", "gateway"):
             kill(os.getpid())
         elif engine is None:
@@ -144,7 +147,7 @@ class ServerFaults:
         elif rule.fault == "frozen":
             freeze([engine], float(rule.parameters["seconds"]))
         else:
-            kill(engine if of == "engine" else parent_of(engine))
+            kill(engine if of == "engine" else int(stat_of(engine)[1]))  # its parent
 
     def signal(self, keep_kv: bool | None = None) -> None:
         """Tell the engines what holds now. keep_kv: None = as before."""
@@ -158,3 +161,20 @@ class ServerFaults:
             replicas = [*self._client.replicas_of(request_id), *self._client.membership.quorum]
             clients = [replica.client for replica in replicas]
         return next((client.welcome.pid for client in clients if client.welcome is not None), None)
+
+
+def kill(pid: int) -> None:
+    """Kill a process, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def freeze(pids: Iterable[int], seconds: float) -> None:
+    """Stop processes, and let a program of its own continue them after ``seconds``, since this process may be among
+    them or may die."""
+    chosen = sorted(pids, key=lambda pid: pid == os.getpid())  # this process stops last
+    script = 'sleep "$0"; kill -CONT "$@" 2>/dev/null'
+    subprocess.Popen(["/bin/sh", "-c", script, str(seconds), *map(str, chosen)], start_new_session=True)
+    for pid in chosen:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)

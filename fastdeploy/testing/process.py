@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from fastdeploy.bench.client import ServerError
+from fastdeploy.core.process import descendants
 from fastdeploy.testing import guard
 
 HOST = "127.0.0.1"
@@ -195,24 +196,6 @@ def free_port() -> int:
     with reserved_port() as reserved:
         port: int = reserved.getsockname()[1]
     return port
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the living descendants of a process, without itself."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):  # the process has just ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                children += map(int, (thread / "children").read_text().split())
-    living = [child for child in children if is_alive(child)]
-    return living + [pid for child in living for pid in descendants(child)]
 
 
 def command_words(pid: int) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fastdeploy.core.process import stat_of
 from fastdeploy.testing.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,7 @@ def test_the_image_serves_the_embedded_model_as_its_own_user_and_ends_in_order(s
                 ["pgrep", "-u", "10001", "-f", "engine_main"], capture_output=True, text=True
             ).stdout.split()
             assert os.stat(f"/proc/{engine}").st_uid == 10001
-            supervisor = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
+            supervisor = int(stat_of(int(engine))[1])
         assert start("fastdeploy-healthy", FASTDEPLOY_PORT=port).wait(60) == 0
         assert start("fastdeploy-drain", "10", FASTDEPLOY_PORT=port).wait(60) == 0
         os.kill(supervisor, signal.SIGTERM)  # buildah, unlike Docker, does not pass it on

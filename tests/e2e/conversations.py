@@ -18,10 +18,10 @@ from openai import AsyncOpenAI
 
 from e2e.server import Server, until
 from examples.agent_grpo.calculator import TOOLS
+from fastdeploy.core.process import is_alive
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.scoring import Scorer
 from fastdeploy.rl.sessions import AgentSession, SessionRow
-from fastdeploy.testing.process import is_alive
 
 WORDS = st.text(alphabet="0123456789+-* aé漢😀\n{}\"'<>", min_size=1, max_size=12)
 QUESTIONS = st.sampled_from(["47*38+512", "12+7", "100-58+3-2"]) | WORDS

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from e2e.server import Server, until
-from fastdeploy.testing.process import descendants
+from fastdeploy.core.process import descendants
 
 KINDS = ("serve", "fleet")
 

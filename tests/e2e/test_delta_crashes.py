@@ -20,9 +20,9 @@ from e2e.delta_trainer_child import Checkpoint, bits_of
 from e2e.server import PROMPT, SMALL, Server, until
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.process import is_alive
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.loading import load_runner
-from fastdeploy.testing.process import is_alive
 from fastdeploy.testing.tensors import write_safetensors
 
 TRAINER = Path(__file__).with_name("delta_trainer_child.py")

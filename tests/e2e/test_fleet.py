@@ -18,10 +18,11 @@ import pytest
 from e2e.fleet_server import FleetServer, Gateway
 from e2e.server import PROMPT, SMALL, LiveStream, Server, until
 from fastdeploy.core.errors import NotLeader
+from fastdeploy.core.process import is_alive
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.sync_client import SyncRolloutClient
-from fastdeploy.testing.process import free_port, is_alive
+from fastdeploy.testing.process import free_port
 from rl.embedded_weights import embedded_weights
 
 NAMES = ["replica-0", "replica-1"]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from e2e.server import PROMPT, SMALL, LiveStream, Server, in_background, shared_memory, until
-from fastdeploy.testing.process import is_alive
+from fastdeploy.core.process import is_alive
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from e2e.server import PROMPT, SMALL, LiveStream, Server, in_background, until
-from fastdeploy.testing.process import is_alive
+from fastdeploy.core.process import is_alive
 
 # Loaded by Python at the start of each process of the server: a write to the folder of sleeping weights hangs.
 HANGING_DISK = """

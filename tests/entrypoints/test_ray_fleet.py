@@ -18,12 +18,13 @@ import pytest
 from e2e.server import SMALL, until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.process import is_alive, stat_of
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.ray_launcher import RayConfig, RayLauncher
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
-from fastdeploy.testing.process import free_port, is_alive
+from fastdeploy.testing.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.anyio]
 TESTS = Path(__file__).parents[1]
@@ -80,7 +81,7 @@ def pid_of(placement: Placement) -> int:
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return int(stat_of(pid)[1])
 
 
 def names(*wanted: str) -> Callable[[dict[str, Placement]], bool]:

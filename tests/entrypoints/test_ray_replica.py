@@ -15,12 +15,12 @@ import pytest
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.process import is_alive
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import main
 from fastdeploy.entrypoints.ray_launcher import RayConfig
 from fastdeploy.entrypoints.ray_replica import FAILED, FastDeployReplica, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
-from fastdeploy.testing.process import is_alive
 
 pytestmark = pytest.mark.anyio
 TESTS = Path(__file__).parents[1]

@@ -19,10 +19,9 @@ import pytest
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.listener import bind, url_of
-from fastdeploy.core.process import host_id
+from fastdeploy.core.process import descendants, host_id, is_alive
 from fastdeploy.entrypoints.child import REFUSED, Child, EventPipe, EventReader
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
-from fastdeploy.testing.process import descendants, is_alive
 
 TESTS = Path(__file__).parents[1]
 ALIVE = {"event": "alive"}

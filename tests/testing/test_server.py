@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.make_adapters import main as make_adapters
 from e2e.server import in_background, perturbed, until
+from fastdeploy.core.process import is_alive
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.testing import Server, ServerFailed, serve
-from fastdeploy.testing.process import is_alive
 
 pytestmark = pytest.mark.processes
 PROMPT = list(range(40, 60))

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from e2e.server import until
-from fastdeploy.testing.process import ServerFailed, ServerProcess, is_alive, reserved_port
+from fastdeploy.core.process import is_alive
+from fastdeploy.testing.process import ServerFailed, ServerProcess, reserved_port
 
 pytestmark = pytest.mark.processes
 # A server whose child leaves the process group, ignores SIGTERM, and so outlives its parent.

@@ -6,10 +6,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.process import stat_of
 from fastdeploy.core.request import NewTokens, Request, Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
@@ -39,10 +39,9 @@ class SilentClients(NamedTuple):
 def process_runs(pid: int) -> bool:
     """Return whether the process ``pid`` lives and is not stopped. A process that waits or computes runs."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat_of(pid)[0] not in DEAD_OR_STOPPED
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] not in DEAD_OR_STOPPED
 
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]  # answers a control call: (result, error)
