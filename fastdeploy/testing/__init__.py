@@ -7,19 +7,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Server", "ServerFailed", "ServerProcess", "serve", "serve_fleet"]
+__all__ = ["Server", "ServerFailed", "ServerProcess", "serve"]
 
 if TYPE_CHECKING:
     from fastdeploy.testing.process import ServerFailed, ServerProcess
-    from fastdeploy.testing.server import Server, serve, serve_fleet
+    from fastdeploy.testing.server import Server, serve
 
-LAZY = {
-    "Server": "server",
-    "ServerFailed": "process",
-    "ServerProcess": "process",
-    "serve": "server",
-    "serve_fleet": "server",
-}
+LAZY = {"Server": "server", "ServerFailed": "process", "ServerProcess": "process", "serve": "server"}
 
 
 def __getattr__(name: str) -> Any:

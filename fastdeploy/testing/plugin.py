@@ -32,14 +32,11 @@ class Servers:
         self._shared: dict[tuple[Any, ...], Server] = {}
         self.log_sizes: dict[Server, int] = {}
 
-    def start(self, model: str | Path | None = None, *flags: str, replicas: int = 0, **settings: Any) -> Server:
-        """Start a server, or a fleet if ``replicas`` is given, and return it when it is ready. settings: of serve."""
-        from fastdeploy.testing.server import serve, serve_fleet
+    def start(self, model: str | Path | None = None, *flags: str, **settings: Any) -> Server:
+        """Start a server and return it when it is ready. Arguments: of serve."""
+        from fastdeploy.testing.server import serve
 
-        if replicas:
-            server = serve_fleet(model, *flags, replicas=replicas, **settings)
-        else:
-            server = serve(model, *flags, **settings)
+        server = serve(model, *flags, **settings)
         server.__enter__()
         self.log_sizes[server] = 0
         return server

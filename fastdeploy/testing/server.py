@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.testing.models import find_model
 from fastdeploy.testing.process import HOST, POLL_S, ServerFailed, ServerProcess
 
 FASTDEPLOY = (sys.executable, "-m", "fastdeploy.entrypoints.cli")
@@ -159,45 +161,20 @@ class Server(ServerProcess):
 def serve(
     model: str | Path | None = None,
     *flags: str,
+    replicas: int = 0,
     environment: Mapping[str, str] | None = None,
     ready_s: float = READY_S,
     log: str | Path | None = None,
 ) -> Server:
-    """Start ``fastdeploy serve`` with these flags, and return the server for a ``with`` block, which raises
-    ServerFailed if the server is not ready after ``ready_s``. model: a folder, or a name of MODELS; None = the embedded
-    model. Other arguments: see ServerProcess."""
-    folder, named = _folder_and_flags(model, flags)
-    command = [*FASTDEPLOY, "serve", *named, *flags]
-    return Server(command, folder, ready_s=ready_s, environment=environment, log=log)
+    """Start ``fastdeploy serve`` with these flags, or ``fastdeploy fleet`` with this many replicas. Return the server
+    for a ``with`` block, which raises ServerFailed if the server is not ready after ``ready_s``.
 
-
-def serve_fleet(
-    model: str | Path | None = None,
-    *flags: str,
-    replicas: int = 2,
-    environment: Mapping[str, str] | None = None,
-    ready_s: float = READY_S,
-    log: str | Path | None = None,
-) -> Server:
-    """Start ``fastdeploy fleet`` with this many replicas. See serve."""
-    folder, named = _folder_and_flags(model, flags)
-    command = [*FASTDEPLOY, "fleet", "--replicas", str(replicas), *named, *flags]
-    return Server(command, folder, members=replicas, ready_s=ready_s, environment=environment, log=log)
-
-
-def _folder_and_flags(model: str | Path | None, flags: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of a model, and the flags that name it. Raises ValueError if it is none, or if ``flags`` name
-    one: a reset would not know it."""
+    model: a folder, or a name of MODELS; None = the embedded model. Other arguments: see ServerProcess. Raises
+    InvalidField if the model is neither, or if ``flags`` name a model: a reset would not know it."""
     if any(flag.partition("=")[0] == "--model" for flag in flags):
-        raise ValueError("flags: expected no --model: the first argument names the model")
-    if model is None:
-        return MODEL_DIR, []
-    if (Path(model) / "config.json").is_file():
-        return Path(model), ["--model", str(model)]
-    from fastdeploy.testing.models import MODELS, model_folder  # imports numpy
-
-    if model not in MODELS:
-        names = ", ".join(MODELS)
-        raise ValueError(f"model: expected a folder with a config.json, None or one of {names}, got {str(model)!r}")
-    folder = model_folder(str(model))
-    return folder, ["--model", str(folder), "--served-model-name", str(model)]
+        raise InvalidField("flags", "expected no --model: the first argument names the model")
+    folder, name = find_model(model)
+    program = ["fleet", "--replicas", str(replicas)] if replicas else ["serve"]
+    named = [] if model is None else ["--model", str(folder), "--served-model-name", name]
+    command = [*FASTDEPLOY, *program, *named, *flags]
+    return Server(command, folder, members=replicas, ready_s=ready_s, environment=environment, log=log)

@@ -20,13 +20,13 @@ from fastdeploy.entrypoints.cli.fastdeploy_variables import take_variables
 from fastdeploy.entrypoints.cli.settings import PREFIX, SettingsParser, fastdeploy_value, misspelt_variables
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, pop_fleet_key
+from fastdeploy.testing.models import find_model
 
 # Variables of the environment that are ours and no settings.
 OTHERS = "CONFIG", "LOG_NAME", "LOG_LEVEL", "IPC_ROOT", "CPU_THREADS", "CPU_ISA", "CHECK_INTEGRITY"
 NO_SETTINGS = (API_KEY, CONTROL_KEY, FLEET_KEY, *(PREFIX + name for name in OTHERS))
 FAULTS_ON = "on"
 USAGE = "%(prog)s [MODEL] [--FLAG VALUE ...]"
-EMBEDDED_NAME = "fastdeploy-embedded"
 MAX_KEY_BYTES = 4096
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
     if "" in (args.folder, args.model):  # a variable of a script that is not set must not serve the embedded model
         raise InvalidField("model", "expected a folder, got an empty text")
-    given_model = args.folder or args.model
-    model, own_name = find_model(given_model)
+    model, own_name = find_model(args.folder or args.model)
     name = args.served_model_name or own_name
     any_path = ["/"] if is_loopback(args.host) else []
     roots = any_path if args.model_root is None else args.model_root
@@ -99,36 +98,12 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         args.adapter_root = os.path.abspath(args.adapter_root)
     args.chat_template = read_template(args.chat_template)
     model_roots = tuple(os.path.abspath(root) for root in roots)
-    given = vars(args) | {"model": model, "served_model_name": name, "model_roots": model_roots}
+    given = vars(args) | {"model": str(model), "served_model_name": name, "model_roots": model_roots}
 
     def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
         return {field: given[field] for field in kind.__struct_fields__ if field in given}
 
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
-
-
-def find_model(given: str | None) -> tuple[str, str]:
-    """Return the folder of the model that is given, and the model's name. given: a folder, or a name of a tiny model if
-    there is no such folder; None: the embedded model. Raises InvalidField."""
-    from fastdeploy.embedded import MODEL_DIR
-
-    if given is None:
-        return str(MODEL_DIR), EMBEDDED_NAME
-    model = os.path.abspath(given)
-    if os.path.isfile(os.path.join(model, "config.json")):
-        return model, os.path.basename(model)
-    if os.path.isdir(model):
-        raise InvalidField("model", f"expected a folder with a config.json, got {model!r}")
-    from fastdeploy.testing.models import MODELS, model_folder
-
-    if given not in MODELS:
-        names = ", ".join(MODELS)
-        text = f"expected a folder with a config.json, or one of {names}, got {model!r}; nothing is downloaded"
-        raise InvalidField("model", text)
-    try:
-        return str(model_folder(given)), given
-    except (OSError, ValueError) as error:
-        raise InvalidField("model", f"{given} cannot be written: {error}") from None
 
 
 def read_template(given: str | None) -> str:
