@@ -1,4 +1,4 @@
-"""What the recorder of `fastdeploy record` costs: time of a small call, events of streams, bytes of an upload.
+"""The cost of the recorder of `fastdeploy record`: for small calls, events of streams, and bytes of an upload.
 
 The engine is a replay that answers at once, so the figures are those of the recorder and not of a model. Each figure is
 the median of runs without and with the recorder, in turn. The CPU time is that of all threads of the recorder.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.lib.processes import cpu_seconds
 from fastdeploy.bench.client import Client
 from fastdeploy.testing import ServerProcess
 from fastdeploy.traffic.file import Begin, Body, End, Head, Opening, Outcome, Piece, RecordWriter, Side
@@ -90,10 +89,10 @@ def measure(engine: ServerProcess, recorder: ServerProcess, streams: int) -> Non
         cpu = []
         for _ in range(ROUNDS):
             for found, server in enumerate((engine, recorder)):
-                cpu_before, begin = cpu_seconds(recorder.pid), time.perf_counter()
+                cpu_before, begin = cpu_seconds([recorder.pid]), time.perf_counter()
                 load.run(server)
                 seconds[found].append(time.perf_counter() - begin)
-            cpu.append(cpu_seconds(recorder.pid) - cpu_before)
+            cpu.append(cpu_seconds([recorder.pid]) - cpu_before)
         figures = [statistics.median(one) * load.scale for one in (*seconds, cpu)]
         print(f"{load.name:28}{figures[0]:12.1f}{figures[1]:12.1f}{figures[2]:24.1f}", flush=True)
 
@@ -120,11 +119,6 @@ def upload(port: int) -> None:
     connection.request("POST", "/upload", (piece for _ in range(UPLOAD_BYTES // len(piece))), headers)
     connection.getresponse().read()
     connection.close()
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
