@@ -106,7 +106,7 @@ def test_records_of_no_recorder_are_refused_and_take_little_memory(tmp_path):
     opening = framed(OPENING)
     for content, why in (
         (opening + framed(Head(7, 1.0, 200, [])), "request 7 goes on, but did not begin"),
-        (opening + b"\x04\0\0\0\xa3\xff\xff\xff", "cannot be read|can be read"),
+        (opening + b"\x04\0\0\0\xa3\xff\xff\xff", "can be read"),
         (opening + framed({"type": "other"}), "'other'"),
         (opening + b"\xff\xff\xff\xff" + bytes(MAX_RECORD_BYTES // 8), "a record of 4294967295 bytes"),
     ):

@@ -16,6 +16,7 @@ from fastdeploy.traffic.record import SMALL_BYTES
 from traffic.wire import OK, STREAM, chunk, read_head, recorder
 
 KEY = "sk-a-key-that-must-not-be-found"
+MORE_THAN_SOCKETS_HOLD = 96 << 20  # bytes
 
 
 def answering(reply: bytes, heads: list[bytes] | None = None):
@@ -188,6 +189,51 @@ async def test_a_reply_that_ends_with_its_connection_and_is_reset_has_failed(tmp
         await wire.ask(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     (exchange,) = wire.recording().exchanges
     assert exchange.outcome is Outcome.UPSTREAM_FAILED and exchange.pieces[0][1] == b"ab"
+
+
+async def unsent(writer: asyncio.StreamWriter) -> int:
+    """Return the number of bytes that a writer holds when the other side has read nothing for a while."""
+    sizes = [0]
+    while len(sizes) < 20 or len(set(sizes[-20:])) > 1:
+        await asyncio.sleep(0.01)
+        sizes.append(writer.transport.get_write_buffer_size())
+    return sizes[-1]
+
+
+async def test_the_engine_waits_for_a_client_that_does_not_read_its_reply(tmp_path):
+    sending = asyncio.Future()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: %d\r\n\r\n"
+
+    async def script(reader, writer):
+        await read_head(reader)
+        writer.write(head % MORE_THAN_SOCKETS_HOLD + bytes(MORE_THAN_SOCKETS_HOLD))
+        sending.set_result(writer)
+        await writer.drain()
+
+    async with recorder(tmp_path / "a", script) as wire:
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert await unsent(await sending) > 0
+        writer.transport.abort()
+
+
+async def test_the_client_waits_for_an_engine_that_does_not_read_its_upload(tmp_path):
+    go_on = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_head(reader)
+        await go_on.wait()
+        await reader.readexactly(MORE_THAN_SOCKETS_HOLD)
+        writer.write(OK)
+
+    async with recorder(tmp_path / "a", script) as wire:
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % MORE_THAN_SOCKETS_HOLD + bytes(MORE_THAN_SOCKETS_HOLD))
+        assert await unsent(writer) > 0
+        go_on.set()
+        await reader.readuntil(b"{}")
+        writer.close()
 
 
 @pytest.mark.parametrize(("size", "kept"), [(SMALL_BYTES, True), (SMALL_BYTES + 1, False)])
