@@ -1,16 +1,25 @@
 """Record the HTTP traffic between a trainer and an engine, and replay it.
 
-file      the records of a recording, and how they are written and read
+The recorder is a proxy: each event of the traffic becomes a record, and a thread writes the records, without keys, to a
+file. The replay is a server: it looks up each new request in the file, answers as the engine did, and reports how the
+new run differs.
+
+Both:
+file      the records, and how they are written and read
 keys      the removal of keys
-writer    the writing of records beside the event loop
 headers   what headers say of a body, and which of them a proxy passes on
-upstream  the recorder's connections to the engine
-record    the recorder: a proxy that writes what passes through it
-bodies    when two request bodies are the same, and where they differ
-replay    a server that answers from a recording
-order     what came before what, in the recording and in the new run
-matching  which recorded request a new one is
-report    what is different in the new run
-summary   a recording as text
-http      how the recorder and the replay serve HTTP
+http      the HTTP server of the recorder and of the replay
+
+The recorder:
+record    the proxy
+upstream  its connections to the engine
+writer    the thread that writes
+
+The replay:
+replay    the server
+bodies    when two requests are the same, and where their bodies differ
+matching  which recorded request answers a new one
+order     which calls control the engine, and what came before and after them in each run
+report    the differences of the new run
+summary   a recording as text, for --show
 """

@@ -1,4 +1,4 @@
-"""How the recorder and the replay serve HTTP: uvicorn, until SIGINT or SIGTERM."""
+"""The HTTP server of the recorder and of the replay: uvicorn, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 

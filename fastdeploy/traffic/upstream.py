@@ -1,7 +1,8 @@
 """The recorder's connections to the engine.
 
-A connection reads while it sends, so an answer that comes before the whole request is passed on at once. Each piece of
-a reply has the boundaries that the engine gave it, or that of a read where a chunk came in several.
+This is no httpx, which sends the whole request before it reads: if an engine refused an upload and read no more of it,
+the two would wait for each other, and a client that asks for "100 Continue" would get none. Here, a connection reads
+while it sends. A piece of a reply is a chunk as the engine sent it, or what one read gave of a longer chunk.
 """
 
 from __future__ import annotations
