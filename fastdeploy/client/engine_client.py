@@ -78,6 +78,7 @@ class EngineClient:
         self.closing = asyncio.Event()  # the server shuts down
         self.welcome: m.Welcome | None = None
         self.model_info: dict[str, Any] = {}
+        self.load = m.Load()  # as the engine has told it last
 
     # ------------------------------------------------------------------ life
 
@@ -179,7 +180,9 @@ class EngineClient:
             return
         self._num_received += 1
         match message:
-            case m.Outputs(outputs=outputs):
+            case m.Outputs(outputs=outputs, load=load):
+                if load is not None:
+                    self.load = load
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
                         stream.put(output)
@@ -198,6 +201,8 @@ class EngineClient:
                     stream.fail(errors.from_wire(failure.code, failure.message, failure.detail))
             case m.Welcome():
                 self._welcomed(message)
+            case m.Heartbeat(load=load):
+                self.load = load
             case m.Goodbye():
                 raise errors.EngineDead("the engine dropped this API server")
 
@@ -242,6 +247,7 @@ class EngineClient:
 
     def _disconnect(self, error: errors.EngineError) -> None:
         self._lost_because = error.message
+        self.load = m.Load()
         self.connected.clear()
         self.welcome = None
         self._cancelled.clear()

@@ -362,17 +362,32 @@ class Group:
     scheduled: some choice has had a step, even if it has ended or was preempted since.
     client_id: the id that the client knows, which other groups may share.
     sampling: always has a seed.
+    sender: the client that sent the request; ``client`` is another one if that has attached to it since.
+    prefill: prompt tokens to compute before the first token; see LoadBook.
     """
 
-    __slots__ = ("add", "client", "client_id", "model", "prompt_key", "requests", "sampling", "scheduled", "started")
+    __slots__ = (
+        "add",
+        "client",
+        "client_id",
+        "model",
+        "prefill",
+        "prompt_key",
+        "requests",
+        "sampling",
+        "scheduled",
+        "sender",
+        "started",
+    )
 
     def __init__(self, client: str, add: AddRequest, model: ServedModel):
-        self.client = client
+        self.client = self.sender = client
         self.model = model
         self.client_id = add.group or add.request_id
         self.add = add
         self.sampling = add.sampling.seeded()
         self.prompt_key = hash((model, add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
+        self.prefill = 0
         self.scheduled = False
         self.started = False

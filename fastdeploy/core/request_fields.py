@@ -79,6 +79,8 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     fingerprint: of the HTTP body, if retain_s is set.
     session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request
         takes its place in the queue by this time. 0 = by its own arrival at the engine.
+    expected_cached: tokens of the prompt that the gateway of a fleet expects to be cached at this engine, which counts
+        the others when it tells its load. Nothing else depends on it.
     adapter: name of the adapter that computes the request; "" = the base model.
     survives_aborts: the request ends only if it is named: by its id or by its session. To it, a pause of mode abort is
         one of mode keep, it may arrive during a pause that rejects requests, and an abort of all requests or a reset
@@ -92,6 +94,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     group: str = ""
     fingerprint: str = ""
     session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    expected_cached: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     adapter: str = ""
     survives_aborts: bool = False
 

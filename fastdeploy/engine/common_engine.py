@@ -116,7 +116,7 @@ class CommonEngine:
         self._adapter_reads, self._switch = self.adapters.reads, parts.switch
         add_gauges(parts, config)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
-        self._next_heartbeat, self._stopping, self._was_busy = 0.0, False, False
+        self._next_heartbeat, self._told_epoch, self._stopping, self._was_busy = 0.0, 0, False, False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
             AddRequest: parts.admission.add,
@@ -231,16 +231,16 @@ class CommonEngine:
         return self._inbox.pause_has_come()
 
     def send_heartbeats(self) -> None:
-        """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
-        this process as stuck.
+        """Send every client a heartbeat, once in heartbeat_s and when the weights have changed. A client that hears
+        nothing for stall_s kills this process as stuck.
 
         The loop sends the heartbeats, because a separate thread would go on when the loop hangs. So long work must call
         this function between its pieces: each layer of a step, each slice of prompt logprobs. A piece takes
         milliseconds, or about a second on a slow machine. No request changes.
         """
-        now = self._clock()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self.config.heartbeat_s
+        now, epoch = self._clock(), self.scopes.base.served.weight_epoch
+        if now >= self._next_heartbeat or epoch != self._told_epoch:
+            self._next_heartbeat, self._told_epoch = now + self.config.heartbeat_s, epoch
             self.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
@@ -272,7 +272,7 @@ class CommonEngine:
         self.delivery.clients[client] = ClientProcess(hello.pid, here)
         welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION, known_messages())
         self.delivery.send(client, welcome)
-        self.delivery.send(client, m.Heartbeat())
+        self.delivery.send_heartbeat(client)
 
     def _call(self, client: str, call: m.Call) -> None:
         answered = False

@@ -22,6 +22,7 @@ from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.updates.weight_info import WeightInfo
 from fastdeploy.engine.updates.weight_switch import WeightSwitch
 from fastdeploy.engine.updates.weights import WeightSessions
+from fastdeploy.inter_communicator.messages import Load
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.drafts import Drafter, NoDrafts
@@ -60,7 +61,8 @@ class EngineParts:
         scheduler = self.scheduler = Scheduler(info, config.max_num_seqs, pacer, kv, memory, drafter, events)
 
         retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
-        delivery = self.delivery = Delivery(transport, lambda output: retention.observe(output, clock()), runs)
+        retain = lambda output: retention.observe(output, clock())  # noqa: E731
+        delivery = self.delivery = Delivery(transport, retain, self.load_beside, runs)
         lifecycle = self.lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
         scopes = self.scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
         scopes.base.served = ServedWeights(quantization=info.quantization or "")
@@ -79,3 +81,7 @@ class EngineParts:
         self.weight_info = WeightInfo(runner, scopes.whole, switch.committed, weights, timeout_s, folders)
         self.sleeper = Sleeper(runner, pause, weights, adapters.reads, clock, timeout_s)
         self.gateway_lease = GatewayLease(clock, clients)
+
+    def load_beside(self, client: str) -> Load:
+        """Return the load that ``client`` is told."""
+        return Load(*self.scheduler.load.beside(client), self.scopes.base.served.weight_epoch)

@@ -341,10 +341,22 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     routed: bytes = b""
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine has to do for other clients than the one that reads this. choices: that have not ended.
+    prompt_tokens: to compute before the first tokens of these. context: the sum of the choices' prompts, in tokens.
+    weight_epoch: of the weights that serve the base model."""
+
+    choices: int = 0
+    prompt_tokens: int = 0
+    context: int = 0
+    weight_epoch: int = 0
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step for one client, in one message."""
+    """All outputs of one step for one client, in one message. load: None = as it was told last."""
 
     outputs: list[Output]
+    load: Load | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -379,6 +391,8 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sign that the engine's loop is not stuck."""
+
+    load: Load = Load()
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

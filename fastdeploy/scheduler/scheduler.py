@@ -26,6 +26,7 @@ from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.chunks import RunnerSequences
 from fastdeploy.scheduler.drafts import Drafter, Speculation
+from fastdeploy.scheduler.load import LoadBook
 from fastdeploy.scheduler.pacer import PromptBudget, StepPacer
 from fastdeploy.scheduler.queue import AdapterRoom, Gate, WaitingQueue
 
@@ -65,6 +66,7 @@ class Scheduler:
         self.ended: list[Request] = []  # in state ENDING; the final output is not collected yet
         self._step_id = 0
         self.in_flight: list[Request] = []
+        self.load = LoadBook()
         self._events = events
         self._sequences = RunnerSequences(info)
         self.num_preemptions = 0
@@ -76,6 +78,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         request.model.requests[request] = None
         self.waiting.push(request)
+        self.load.add(request)
         if self._events.watched:
             whose = {"scope": request.scope.id, "request_id": request.group.client_id}
             whose["session"] = request.group.add.session
@@ -95,6 +98,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.speculation.ended(request)
+        self.load.end(request)
         request.advance(RequestEvent.END)
         request.finish_reason, request.message, request.stop_reason = reason, message, stop_reason
         self.ended.append(request)
@@ -316,6 +320,7 @@ class Scheduler:
         self.end(request, FinishReason.ERROR, message, NonFiniteLogits.code)
 
     def _group_started(self, request: Request) -> None:
+        self.load.started(request.group)
         waiting = [r for r in request.group.requests if r in self.waiting]
         request.group.started = True
         for sibling in waiting:

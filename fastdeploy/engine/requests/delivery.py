@@ -75,12 +75,19 @@ class DeliveryFence:
 
 class Delivery:
     """The connected clients, and all messages to them. retain: called with every output of a request with retain_s,
-    sent or not. runs(pid): whether a process of this machine runs. on_gone(client): called once when a client cannot be
-    reached any more; the lifecycle of requests sets it."""
+    sent or not. load(client): returns the load that a client is told. runs(pid): whether a process of this machine
+    runs. on_gone(client): called once when a client cannot be reached any more; the lifecycle of requests sets it."""
 
-    def __init__(self, transport: Transport, retain: Callable[[Output], None], runs: Callable[[int], bool]):
+    def __init__(
+        self,
+        transport: Transport,
+        retain: Callable[[Output], None],
+        load: Callable[[str], m.Load],
+        runs: Callable[[int], bool],
+    ):
         self._transport = transport
         self._retain = retain
+        self._load = load
         self._runs = runs
         self.on_gone: Callable[[str], None] = lambda client: None
         self.clients: dict[str, ClientProcess] = {}  # by name
@@ -108,8 +115,12 @@ class Delivery:
         """Send a heartbeat to every client. No request changes, so the call is safe in the middle of a step. The next
         ``drop_unreachable`` drops the clients that could not be reached."""
         for client in self.clients:
-            if not self._transport.send(client, m.Heartbeat()):
-                self._unreachable.add(client)
+            self.send_heartbeat(client)
+
+    def send_heartbeat(self, client: str) -> None:
+        """Send a heartbeat to one client, see ``send_heartbeats``."""
+        if not self._transport.send(client, m.Heartbeat(self._load(client))):
+            self._unreachable.add(client)
 
     def drop_unreachable(self) -> None:
         while self._unreachable:
@@ -138,7 +149,7 @@ class Delivery:
             if request not in with_tokens:
                 self._collect(request, None, by_client)
         for client, outputs in by_client.items():
-            self.send(client, m.Outputs(outputs))
+            self.send(client, m.Outputs(outputs, self._load(client)))
 
     def _collect(self, request: Request, new: NewTokens | None, by_client: dict[str, list[Output]]) -> None:
         group = request.group

@@ -299,6 +299,7 @@ class RequestLifecycle:
             assert unshared or request.num_output_tokens == 0, request
         in_batch = len(scheduler.running) + len(scheduler.frozen)
         assert sum(1 for _ in self.requests) == in_batch + len(scheduler.waiting) + len(scheduler.ended)
+        scheduler.load.check_integrity([request for request in self.requests if request.live])
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks
