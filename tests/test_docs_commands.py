@@ -84,7 +84,7 @@ def check_command(command: list[str]) -> None:
         case ["make", *targets]:
             rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert set(targets) <= set(rules), command
-        case ["fastdeploy", "check-sync" | "record" | "replay", *_]:
+        case ["fastdeploy", "check-sync" | "record" | "replay" | "roll", *_]:
             make_parser().parse_args(command[1:])
         case ["fastdeploy" | ".venv/bin/fastdeploy", *arguments]:
             args = make_parser().parse_args(arguments)

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child
@@ -35,9 +36,10 @@ from fastdeploy.entrypoints.process_tree import (
 from fastdeploy.entrypoints.ray_launcher import RayConfig
 from fastdeploy.entrypoints.ray_replica import THREADS, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.entrypoints.roll import Reread, Settings, SettingsBook
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, ServerConfig
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements
+from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements, RollPhase
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
@@ -98,12 +100,15 @@ class Fleet(ProcessTree):
         fleet_key: str | None = None,
         engine_module: str = ENGINE_MODULE,
         first_delay_s: float = FIRST_DELAY_S,
+        reread: Reread | None = None,
     ):
         super().__init__(serve_config, first_delay_s)
         self._back_offs[GATEWAY] = BackOff(first_delay_s, MAX_GATEWAY_DELAY_S)
-        self._engine_config = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
+        engine = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
         self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
-        self._fleet_config = fleet_config
+        self._book = SettingsBook(Settings(engine, self._config, fleet_config), reread)
+        self._replacing: dict[str, Ask] = {}  # replicas that end, to be started with other settings
+        self._refusals: dict[str, str] = {}  # why a replica ends that cannot serve with its settings
         self._spec = spec
         self._keys = keys
         self._fleet_key = fleet_key
@@ -145,16 +150,16 @@ class Fleet(ProcessTree):
         return self._make_gateway() if name == GATEWAY else self._make_replica(name)
 
     def _make_replica(self, name: str) -> Child:
-        home, listener = Path(self._folder, name), self._replicas[name]
+        home, listener, settings = Path(self._folder, name), self._replicas[name], self._book.of(name)
         shutil.rmtree(home, ignore_errors=True)  # of a replica that was killed
         home.mkdir()
         engine = msgspec.structs.replace(
-            self._engine_config,
+            settings.engine,
             fleet_endpoint=self._endpoint(name),
-            trace=own_file(self._engine_config.trace, name),
+            trace=own_file(settings.engine.trace, name),
         )
         serve = msgspec.structs.replace(
-            self._config,
+            settings.serve,
             host=LOOPBACK,
             control_port=None,
             metrics_port=None,
@@ -182,9 +187,10 @@ class Fleet(ProcessTree):
     def _placements(self) -> Placements:
         return Placements(
             [
-                Placement(name, self._endpoint(name), url_of(listener), host_id())
+                Placement(name, self._endpoint(name), url_of(listener), host_id(), self._book.number(name))
                 for name, listener in self._replicas.items()
-            ]
+            ],
+            self._book.roll,
         )
 
     # ------------------------------------------------------------------ the gateway
@@ -194,7 +200,7 @@ class Fleet(ProcessTree):
         if spec is None:
             ends = list(socket.socketpair())
             spec = LocalSpec(ends[1].fileno(), self._folder)
-        config = GatewayConfig(self._server_config(), self._fleet_config, spec)
+        config = GatewayConfig(self._server_config(), self._book.of(GATEWAY).fleet, spec)
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
@@ -237,12 +243,13 @@ class Fleet(ProcessTree):
             self._disconnect()
             return
         for ask in asks:
-            self._send(self._handle(ask))
+            if (answer := self._handle(ask)) is not None:
+                self._send(answer)
         self._link.flush()
         self._watch_link()
 
-    def _handle(self, ask: Ask) -> Answer:
-        """Do what the gateway asks for."""
+    def _handle(self, ask: Ask) -> Answer | None:
+        """Do what the gateway asks for. None = the answer follows."""
         if self._stopping:
             return Answer(ask.ask_id, error="the fleet is stopping")
         if ask.action is Action.ADD:
@@ -252,13 +259,75 @@ class Fleet(ProcessTree):
                 return Answer(ask.ask_id, error=f"no replica can be started: {error}")
             self._send(self._placements())
             return Answer(ask.ask_id, name)
+        if ask.action is Action.ROLL:
+            return self._begin_roll(ask)
+        if ask.action is Action.REPLICAS_REPLACED:
+            self._end_roll()
+            return Answer(ask.ask_id)
         if ask.name not in self._replicas:
             return Answer(ask.ask_id, error=f"name: there is no replica {ask.name!r}")
         if ask.action is Action.RESTART:
             self._restart(ask.name, ask.why)
+        elif ask.action is Action.REPLACE:
+            return self._replace(ask)
+        elif ask.action is Action.GO_BACK:
+            self._go_back(ask.why)
         else:
             self._remove(ask.name)
         return Answer(ask.ask_id, ask.name)
+
+    # ------------------------------------------------------------------ rolling changes
+
+    def _begin_roll(self, ask: Ask) -> Answer:
+        try:
+            roll = self._book.begin(ask.given, ask.drain_s)
+        except FastDeployError as error:
+            return Answer(ask.ask_id, error=error.message)
+        logger.info("rolling change to settings %d: %s", roll.settings, roll.given)
+        self._send(self._placements())
+        return Answer(ask.ask_id, roll=roll)
+
+    def _replace(self, ask: Ask) -> Answer | None:
+        """End the replica, and start it with the present settings. The answer follows its end."""
+        name = ask.name
+        self._book.renew(name)
+        self._book.trials.add(name)
+        self._send(self._placements())
+        if (child := self._children.get(name)) is None:
+            self._due[name] = time.monotonic()
+            return Answer(ask.ask_id, name)
+        self._replacing[name] = ask
+        child.signal(signal.SIGTERM)
+        why = f"it is being replaced, and has not ended within {self._shutdown_s:g} s"
+        self._kill_after(child, self._shutdown_s, why)
+        return None
+
+    def _replaced(self, name: str) -> None:
+        """Start a replica that has ended with its new settings."""
+        self._send(Answer(self._replacing.pop(name).ask_id, name))
+        self._due[name] = time.monotonic()
+
+    def _go_back(self, why: str) -> None:
+        """Go back to the settings from before, for those replicas too that have the new ones already."""
+        logger.error("the rolling change goes back: %s", why)
+        self._book.go_back(why)
+        self._send(self._placements())
+
+    def _trial_ended(self, child: Child, status: int) -> None:
+        """Start a replica with the old settings, since it did not serve with the new ones."""
+        name = child.name
+        why = self._refusals.pop(name, f"its process ended with status {status}")
+        self._go_back(f"{name} cannot be started with the new settings: {why}")
+        self._book.renew(name)
+        self._book.trials.discard(name)
+        self._send(self._placements())
+        self._due[name] = time.monotonic()
+
+    def _end_roll(self) -> None:
+        """All replicas have the present settings, and are members."""
+        if self._book.roll is not None and self._book.roll.phase is RollPhase.REPLICAS:
+            self._book.enter(RollPhase.DONE)
+            self._send(self._placements())
 
     def _restart(self, name: str, why: str) -> None:
         """Kill the replica. Its end has it started again; so nothing is done if it has ended already."""
@@ -268,6 +337,9 @@ class Fleet(ProcessTree):
 
     def _remove(self, name: str) -> None:
         self._replicas.pop(name).close()
+        self._book.forget(name)
+        if name in self._replacing:
+            self._send(Answer(self._replacing.pop(name).ask_id, name))
         self._due.pop(name, None)
         self._missing.discard(name)
         self._send(self._placements())
@@ -283,16 +355,21 @@ class Fleet(ProcessTree):
         match event["event"]:
             case "refused":
                 self._on_refused(child, event["why"])
-            case "alive" if child.name == GATEWAY or child.name in self._replicas:  # a removed one has another timer
-                stall_s = self._config.stall_s * (GATEWAY_STALLS if child.name == GATEWAY else 1)
+            case "alive" if self._is_watched(child.name):
+                stall_s = self._book.of(child.name).serve.stall_s * (GATEWAY_STALLS if child.name == GATEWAY else 1)
                 self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
             case "up":
                 child.ready_since = time.monotonic()
             case "ready" | "serving":
                 child.ready_since = child.ready_since or time.monotonic()
+                self._book.trials.discard(child.name)
                 self._missing.discard(child.name)
                 if not self._missing and not self._announced:
                     self._announce()
+
+    def _is_watched(self, name: str) -> bool:
+        """Return whether silence kills a child. One that shall end has another timer."""
+        return name == GATEWAY or (name in self._replicas and name not in self._replacing)
 
     def _announce(self) -> None:
         self._announced = True
@@ -309,6 +386,7 @@ class Fleet(ProcessTree):
         if self._stopping:
             return
         if self._announced:
+            self._refusals[child.name] = why
             logger.error("%s cannot serve %s: %s", child.name, self._config.model, why)
             return
         self._print_refusal(why)
@@ -321,6 +399,12 @@ class Fleet(ProcessTree):
             self._disconnect()
         elif name not in self._replicas:
             logger.info("%s is removed", name)
+            return
+        elif name in self._replacing:
+            self._replaced(name)
+            return
+        elif name in self._book.trials:
+            self._trial_ended(child, status)
             return
         elif not self._announced and status > 0:  # not killed, but ended by itself
             logger.error("%s could not start (status %d)", name, status)

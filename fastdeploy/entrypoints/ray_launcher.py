@@ -18,7 +18,7 @@ import msgspec
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.entrypoints.ray_replica import FastDeployReplica, ReplicaSpec, ReplicaStatus
-from fastdeploy.fleet.launcher import Placement
+from fastdeploy.fleet.launcher import Placement, WithoutRoll
 
 logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
@@ -81,10 +81,12 @@ def index_of(name: str) -> int:
     return int(match.group(1)) if match else -1
 
 
-class RayLauncher:
+class RayLauncher(WithoutRoll):
     """Implements fleet.launcher.Launcher with Ray actors. Use from one event loop. secrets: variables of the replicas'
     environment, such as the key of the fleet; they are never in what Ray shows or stores. failed: called if no replica
     can serve, with the reason, once the replicas that were created for it are removed."""
+
+    why_no_roll = "Ray starts the replicas of this fleet: a rolling change works on one host, without --ray"
 
     def __init__(
         self,

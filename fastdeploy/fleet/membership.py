@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,11 +20,12 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
-from fastdeploy.fleet.launcher import Launcher, Placement
+from fastdeploy.fleet.launcher import Launcher, Placement, Roll
 from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.rebuild import StateReport, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.fleet.roll import RollingChange
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
 from fastdeploy.inter_communicator.known_messages import lacking
@@ -98,6 +100,7 @@ class Membership:
             group.create_task(self._until_broken(), name="fleet-tasks")
             group.create_task(self._follow(), name="fleet-launcher")
             group.create_task(self.leadership.run(), name="fleet-leadership")
+            group.create_task(RollingChange(self, self._launcher).run(), name="fleet-roll")
 
     async def _until_broken(self) -> None:
         raise await self._broken.get()
@@ -156,6 +159,27 @@ class Membership:
         """Start one more replica, which joins when it is ready. Return its name."""
         return await self._launcher.add()
 
+    @property
+    def roll(self) -> Roll | None:
+        """The last rolling change; None = there was none."""
+        return self._launcher.roll
+
+    async def begin_roll(self, given: dict[str, str], drain_s: float) -> Roll:
+        """Begin to replace every process by one with these flags. See Launcher.begin_roll."""
+        return await self._launcher.begin_roll(given, drain_s)
+
+    async def replace(self, replica: Replica) -> None:
+        """Let the launcher start a replica with the settings of its rolling change. What runs there goes on elsewhere.
+        Returns when the old process has ended."""
+        why = "a rolling change replaces it"
+        replica.advance(ReplicaEvent.FENCE, why)
+        replica.cut(why)
+        if replica in self._restarts:
+            await self._launcher.replace(replica.name)
+        else:
+            self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, self._launcher.replace))
+            await asyncio.wait([self._restarts[replica]])
+
     def fence(self, replica: Replica, why: str) -> None:
         """Cut ``replica`` off at once, and have it restarted. Its open requests and calls fail with EngineDead after
         the change of its state. It joins again with the fleet's state only."""
@@ -205,11 +229,12 @@ class Membership:
     def _restart(self, replica: Replica, why: str) -> None:
         replica.cut(why)
         if replica not in self._restarts:
-            self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, why))
+            restart = partial(self._launcher.restart, why=why)
+            self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, restart))
 
-    async def _restart_and_reconnect(self, replica: Replica, why: str) -> None:
+    async def _restart_and_reconnect(self, replica: Replica, restart: Callable[[str], Awaitable[None]]) -> None:
         try:
-            await self._launcher.restart(replica.name, why)
+            await restart(replica.name)
         except Exception:  # the replica may be there all the same
             logger.exception("replica %s could not be restarted", replica.name)
         if replica.failures:  # the last restart did not help
@@ -262,7 +287,7 @@ class Membership:
                 await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
                 continue
             except (JoinBlocked, ReplicaMisfit) as error:  # a restart would not help
-                replica.why = error.message
+                replica.why, replica.blocked = error.message, True
                 await self._wait_for_change(revision)
                 continue
             except RestartNeeded as error:
@@ -273,7 +298,7 @@ class Membership:
                 replica.why, failures = str(error), failures + 1
             else:
                 # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet since.
-                replica.failures, replica.why = 0, ""
+                replica.failures, replica.why, replica.blocked = 0, "", False
                 replica.advance(ReplicaEvent.JOINED)
                 self.leadership.confirm(replica, state.changes)
                 if replica.drains:

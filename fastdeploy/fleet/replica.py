@@ -78,8 +78,8 @@ class Replica:
     changed(replica): called after each change of the state. lost(replica, error): called when its engine is lost, after
     the change of the state and before its open requests fail.
 
-    software, knows, cannot: version of this package at the engine, the messages that it knows, and what this gateway
-    knows and it does not."""
+    blocked: whether it cannot join as it is, and a restart would not help. software, knows, cannot: version of this
+    package at the engine, the messages that it knows, and what this gateway knows and it does not."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Replica:
         self.weight_epoch = 0
         self.version = ""
         self.report: dict[str, Any] = {}
+        self.blocked = False
         self.software = ""
         self.knows: Known = {}
         self.cannot: list[str] = []
@@ -165,6 +166,7 @@ class Replica:
             if life == self._life:  # else a late event of an old connection
                 info, welcome = self.client.model_info, self.client.welcome
                 assert welcome is not None
+                self.blocked = False
                 self.software, self.knows = welcome.software, welcome.knows
                 self.cannot = cannot(welcome.knows) if welcome.software else []
                 self.slots, self.max_waiting, self.trust = info["max_num_seqs"], info["max_waiting"], 1.0
@@ -214,6 +216,7 @@ def describe(
         "drains": drains,
         "load": load,
         "holds": report.get("holds", []),
+        "settings": placement.settings,
         "software": VERSION,
         "cannot": [],
     }

@@ -23,7 +23,7 @@ from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher
+from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher, WithoutRoll
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
@@ -132,7 +132,7 @@ class FakeEngine:
         ipc_dir.remove(self._folder)
 
 
-class ThreadLauncher:
+class ThreadLauncher(WithoutRoll):
     """Starts and ends engines in threads of this process, for any number of gateways. A killed engine is started again
     by :meth:`revive` only. restarts: (name, why) of each. engine, runner: as of FakeEngine."""
 

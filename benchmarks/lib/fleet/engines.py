@@ -29,7 +29,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.process import collect_rarely, host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.requests.retention import RetainedLog
-from fastdeploy.fleet.launcher import Placement
+from fastdeploy.fleet.launcher import Placement, WithoutRoll
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.scheduler.drafts import NoDrafts
 
@@ -159,7 +159,7 @@ class Restart:
     harm: str
 
 
-class EngineLauncher:
+class EngineLauncher(WithoutRoll):
     """Starts ``num`` engines, for any number of gateways in one event loop. settings: of EngineConfig.
 
     harmed: by name, what was done to the engine of a replica since it was started. restarts: in their order.

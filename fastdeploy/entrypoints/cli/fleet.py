@@ -13,13 +13,15 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
+from fastdeploy.entrypoints.cli.changed_settings import reread_of
 from fastdeploy.entrypoints.cli.command import Commands, Context
-from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, read_start
+from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, configs, read_start
 from fastdeploy.entrypoints.cli.settings import SettingsParser
 from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
+from fastdeploy.entrypoints.roll import Settings
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
@@ -47,9 +49,15 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise InvalidField("faults", "expected a fleet whose replicas run on this host: --replicas N")
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
-    parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module)
+    reread = reread_of(args, Settings(engine, serve, config), _settings_of)
+    parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module, reread=reread)
     announce(args, "fleet", start)
     return parent.run()
+
+
+def _settings_of(args: argparse.Namespace) -> Settings:
+    engine, serve = configs(args)
+    return Settings(engine, serve, fleet_config(args, engine.model_roots))
 
 
 def _add_fleet_flags(add: Callable[..., Any]) -> None:

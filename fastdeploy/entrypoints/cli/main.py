@@ -17,6 +17,7 @@ from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 COMMANDS = (
     "serve",
     "fleet",
+    "roll",
     "check",
     "check-sync",
     "bench",

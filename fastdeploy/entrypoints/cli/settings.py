@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.entrypoints.cli.fastdeploy_flags import FLAGS, REFUSED_VALUES, VALUES
 from fastdeploy.entrypoints.cli.foreign import Foreign, Form, Verdict
 
@@ -74,6 +75,17 @@ class SettingsParser(argparse.ArgumentParser):
         except _BadSetting as error:
             self.error(str(error))
         return namespace, rest
+
+    def change(self, namespace: argparse.Namespace, given: Mapping[str, str]) -> None:
+        """Put settings, as text, in the place of those that were parsed. Raises InvalidField for a bad one."""
+        settings = self._settings or {}
+        for name, text in given.items():
+            if name not in settings:
+                raise InvalidField(name, f"unknown setting{_similar(name, settings)}")
+            try:
+                setattr(namespace, name, _read(settings[name], text, name))
+            except _BadSetting as error:
+                raise InvalidField(name, str(error).removeprefix(f"{name}: ")) from None
 
     def _merge(self, given: dict[str, Any], namespace: argparse.Namespace) -> None:
         settings = self._settings or {}

@@ -1,4 +1,4 @@
-"""GET /v1/replicas and /v1/replicas/targets; POST /v1/replicas/add, /drain, /undrain and /remove.
+"""GET /v1/replicas and /v1/replicas/targets; POST /v1/replicas/add, /drain, /undrain, /remove and /roll.
 
 These POST routes are answered by the gateway of a fleet only.
 
@@ -55,6 +55,14 @@ class RemoveBody(ReplicaBody):
     drain_s: float | None = Field(None, ge=0, le=86400)
 
 
+class RollBody(Body):
+    """A rolling change. settings: flags by name, without dashes in front, as text; the others stay. drain_s: how long
+    each replica may finish its requests, which then go on elsewhere."""
+
+    settings: dict[str, str] = Field({}, max_length=200)
+    drain_s: float = Field(30.0, ge=0, le=86400)
+
+
 def fleet_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
@@ -67,8 +75,11 @@ def fleet_router(context: ServingContext) -> APIRouter:
     @RouteAccess.DATA
     async def replicas(request: Request) -> Response:
         """List the replicas: name, url, host, state, the reason of the state, version and weight epoch, load, and
-        holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s."""
-        return json_response({"replicas": await entries_of(context, request)})
+        holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s. "roll" is
+        the last rolling change."""
+        fleet = context.client.membership if isinstance(context.client, FleetClient) else None
+        roll = msgspec.to_builtins(fleet.roll) if fleet is not None and fleet.roll is not None else None
+        return json_response({"replicas": await entries_of(context, request), "roll": roll})
 
     @router.get("/v1/replicas/targets")
     @RouteAccess.DATA
@@ -109,6 +120,14 @@ def fleet_router(context: ServingContext) -> APIRouter:
         body, fleet = await read(request, RemoveBody), membership()
         await fleet.remove(body.name, body.drain_s)
         return envelope({"name": body.name, "state": ReplicaState.REMOVED.value})
+
+    @router.post("/v1/replicas/roll", openapi_extra=takes(RollBody, query=True))
+    async def roll(request: Request) -> Response:
+        """Begin a rolling change: start every process of the fleet again with these settings, one at a time. The answer
+        comes at once; "roll" of GET /v1/replicas shows how far it is."""
+        body = await read(request, RollBody)
+        given = {name.replace("-", "_"): value for name, value in body.settings.items()}
+        return envelope(msgspec.to_builtins(await membership().begin_roll(given, body.drain_s)))
 
     return router
 

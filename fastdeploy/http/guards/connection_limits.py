@@ -93,6 +93,12 @@ class HttpProtocol(HttpToolsProtocol):
         answering.message_event.set()
         return True
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the client has sent nothing that is not answered."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and (self._phase is ReadPhase.IDLE or (self._phase is ReadPhase.HEAD and not self._progress))
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         super()._start_asgi_task(cycle, functools.partial(self._run, app))

@@ -92,6 +92,12 @@ def test_replicas_that_somebody_else_runs_cannot_be_added(fleet):
     assert reply.status_code == 400 and "does not start replicas" in reply.json()["error"]["message"]
 
 
+def test_replicas_that_somebody_else_runs_cannot_be_rolled(fleet):
+    error = fleet.http.post("/v1/replicas/roll", json={"settings": {"max-num-seqs": "8"}}).json()["error"]
+    assert "replica-0, replica-1, replica-2: started by somebody else" in error["message"]
+    assert fleet.http.get("/v1/replicas").json()["roll"] is None
+
+
 def test_a_removed_replica_is_gone_and_the_others_serve():
     with fake_fleet(2) as fleet:
         assert fleet.http.post("/v1/replicas/remove", json={"name": "replica-0"}).json()["result"]["state"] == "removed"

@@ -59,7 +59,7 @@ CONTROL_PATHS = (
     "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
     "/v1/abort_requests", "/v1/adapters/export", "/v1/adapters/load", "/v1/adapters/unload",
     "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/replicas/add", "/v1/replicas/drain",
-    "/v1/replicas/remove", "/v1/replicas/spool", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
+    "/v1/replicas/remove", "/v1/replicas/roll", "/v1/replicas/spool", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
     "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
     "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/v1/weights/export",
     "/wake_up",
