@@ -131,20 +131,18 @@ class ServerProcess(NamedTuple):
         announcing.cancel()
 
 
-def run_server(
-    name: str, kind: type[Config], serve: Callable[[Config, ServerProcess], Coroutine[Any, Any, None]]
-) -> int:
-    """Run the main of a process that serves HTTP, and return the exit status. name: in the log. kind: of its settings,
-    which are on the command line."""
+def run_server(kind: type[Config], serve: Callable[[Config, ServerProcess], Coroutine[Any, Any, None]]) -> int:
+    """Run the main of a process that serves HTTP, and return the exit status. kind: of its settings, which are on the
+    command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help=f"{kind.__name__} as JSON")
     parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="inherited listening sockets")
     parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the parent")
     args = parser.parse_args()
-    setup_logging(name)
+    config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
+    setup_logging(config.name)
     keep_freed_memory()
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    config, keys, events = from_json(args.config, kind), pop_keys(os.environ), EventPipe(args.event_fd)
     try:
         tokenizer = load_tokenizer(config.serve.model, config.serve.chat_template)
         process = ServerProcess(keys, pop_fleet_key(os.environ), tokenizer, listeners, events)
@@ -156,4 +154,4 @@ def run_server(
 
 
 if __name__ == "__main__":
-    sys.exit(run_server("api", ApiServerConfig, serve))
+    sys.exit(run_server(ApiServerConfig, serve))

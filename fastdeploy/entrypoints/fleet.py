@@ -1,14 +1,13 @@
-"""The parent of a fleet on one host: of N replicas and one gateway. The parent starts them, replaces dead ones, and
-ends them all.
+"""The parent of a fleet on one host: of its replicas and gateways. The parent starts them, replaces dead ones, and ends
+them all.
 
-Each replica keeps its port when it is started again. With replicas that run elsewhere the parent has a gateway only.
+Each replica keeps its port when it is started again. With replicas that run elsewhere the parent has gateways only.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -21,64 +20,27 @@ import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child
-from fastdeploy.entrypoints.process_tree import (
-    FAILED,
-    FIRST_DELAY_S,
-    MAX_DELAY_S,
-    PIPES,
-    BackOff,
-    ProcessTree,
-    with_ports,
-)
-from fastdeploy.entrypoints.ray_launcher import RayConfig
-from fastdeploy.entrypoints.ray_replica import THREADS, ReplicaSpec
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.gateway_links import GatewayLinks
+from fastdeploy.entrypoints.ports import Port, with_ports
+from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, BackOff, ProcessTree
+from fastdeploy.entrypoints.ray_replica import THREADS
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.roll import Reread, Settings, SettingsBook
-from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, ServerConfig
+from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Action, Answer, Ask, ParentEnd, Placement, Placements, RollPhase
+from fastdeploy.fleet.launcher import Action, Answer, Ask, Placement, Placements, RollPhase
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
-GATEWAY = "gateway"
+GATEWAY_MODULE = "fastdeploy.entrypoints.gateway"
 LOOPBACK = "127.0.0.1"
 MAX_GATEWAY_DELAY_S = 2.0  # before a gateway that died is replaced
 GATEWAY_STALLS = 3  # a replica's clients notice nothing if it is killed, but those of a gateway lose their connections
-
-
-class LocalSpec(msgspec.Struct, frozen=True, tag="local"):
-    """Replicas that the parent starts. link_fd: inherited end of a socket pair. folder: of the replicas' sockets, which
-    the gateway removes if the parent dies."""
-
-    link_fd: int
-    folder: str
-
-
-class StaticSpec(msgspec.Struct, frozen=True, tag="static"):
-    """Replicas that somebody else runs."""
-
-    placements: list[Placement]
-
-
-class RaySpec(msgspec.Struct, frozen=True, tag="ray"):
-    """Replicas that Ray starts."""
-
-    ray: RayConfig
-    replica: ReplicaSpec
-
-
-LauncherSpec = LocalSpec | StaticSpec | RaySpec
-
-
-class GatewayConfig(ServerConfig, frozen=True, forbid_unknown_fields=True):
-    """Settings of a gateway. launcher: who starts the replicas."""
-
-    fleet: FleetConfig
-    launcher: LauncherSpec
+QUIET_S = 3.0  # a gateway that is silent for so long gets no new connections until it speaks again
 
 
 class Fleet(ProcessTree):
@@ -86,8 +48,10 @@ class Fleet(ProcessTree):
     gateway whose event loop is silent for GATEWAY_STALLS times stall_s.
 
     num_replicas: started here, each with ``engine_config`` and its share of this host's cores and free memory. spec: of
-    replicas that run elsewhere; None = those started here. fleet_key: for the gateway. engine_module, first_delay_s:
-    see Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the other half."""
+    replicas that run elsewhere; None = those started here. num_gateways: started here. gateway_endpoint: as
+    tcp://HOST:PORT, if there are gateways on other hosts, too; gateway i listens at PORT + i. fleet_key: for the
+    gateways. engine_module, first_delay_s: see Supervisor. The gateways get half of shutdown_s to end, then the
+    replicas get the other half."""
 
     def __init__(
         self,
@@ -100,25 +64,29 @@ class Fleet(ProcessTree):
         fleet_key: str | None = None,
         engine_module: str = ENGINE_MODULE,
         first_delay_s: float = FIRST_DELAY_S,
+        *,
         reread: Reread | None = None,
+        num_gateways: int = 1,
+        gateway_endpoint: str = "",
     ):
-        super().__init__(serve_config, first_delay_s)
-        self._back_offs[GATEWAY] = BackOff(first_delay_s, MAX_GATEWAY_DELAY_S)
+        super().__init__(serve_config, [f"gateway-{i}" for i in range(num_gateways)], first_delay_s)
+        self._back_offs.update({name: BackOff(first_delay_s, MAX_GATEWAY_DELAY_S) for name in self._servers})
         engine = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
         self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
         self._book = SettingsBook(Settings(engine, self._config, fleet_config), reread)
-        self._replacing: dict[str, Ask] = {}  # replicas that end, to be started with other settings
+        self._replacing: dict[str, tuple[str, Ask]] = {}  # replicas that end to be started anew -> who asked for it
         self._refusals: dict[str, str] = {}  # why a replica ends that cannot serve with its settings
         self._spec = spec
         self._keys = keys
         self._fleet_key = fleet_key
+        self._gateway_endpoint = gateway_endpoint
         self._engine_module = engine_module
         self._threads = max(len(os.sched_getaffinity(0)) // max(num_replicas, 1), 1)
         self._num_replicas = num_replicas
         self._num_named = 0
-        self._replicas: dict[str, socket.socket] = {}  # those that shall run -> listener of their API servers
-        self._link: ParentEnd | None = None
-        self._missing: set[str] = {GATEWAY}  # not ready since the start of the fleet
+        self._replicas: dict[str, Port] = {}  # those that shall run, with the port of their API servers
+        self._links = GatewayLinks(self._selector, self._handle)
+        self._missing = set(self._servers)  # not ready since the start of the fleet
         self._announced = False
 
     # ------------------------------------------------------------------ life
@@ -128,29 +96,30 @@ class Fleet(ProcessTree):
         try:
             return super().run()
         finally:
-            for listener in self._replicas.values():
-                listener.close()
+            for port in self._replicas.values():
+                port.close()
 
     def _begin(self) -> None:
         for _ in range(self._num_replicas):
             self._missing.add(self._add_replica())
-        self._start(GATEWAY)
+        for name in self._servers:
+            self._start(name)
 
     # ------------------------------------------------------------------ replicas
 
     def _add_replica(self) -> str:
         """Start one more replica, and return its name. Raises OSError if it gets no port."""
         name = f"replica-{self._num_named}"
-        self._replicas[name] = bind(LOOPBACK, 0)
+        self._replicas[name] = Port.open(LOOPBACK, 0, self._config.workers)
         self._num_named += 1
         self._start(name)
         return name
 
     def _make(self, name: str) -> Child:
-        return self._make_gateway() if name == GATEWAY else self._make_replica(name)
+        return self._make_gateway(name) if name in self._servers else self._make_replica(name)
 
     def _make_replica(self, name: str) -> Child:
-        home, listener, settings = Path(self._folder, name), self._replicas[name], self._book.of(name)
+        home, port, settings = Path(self._folder, name), self._replicas[name], self._book.of(name)
         shutil.rmtree(home, ignore_errors=True)  # of a replica that was killed
         home.mkdir()
         engine = msgspec.structs.replace(
@@ -167,15 +136,16 @@ class Fleet(ProcessTree):
             faults="",
             faults_dir=self._faults_dir(),
         )
-        config = ReplicaConfig(engine, with_ports(serve, [listener]))
+        config = ReplicaConfig(engine, with_ports(serve, [port]))
         args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]
-        args += ["--http-fds", str(listener.fileno())]
+        fds = [listener.fileno() for listener in port.sockets]
+        args += ["--http-fds", *map(str, fds)]
         environment = {THREADS: str(self._threads)} | self._keys.environment(os.environ)
         return Child(
             name,
             "fastdeploy.entrypoints.replica_main",
             args,
-            [listener.fileno()],
+            fds,
             signal.SIGKILL,
             environment=environment | {"FASTDEPLOY_IPC_ROOT": str(home)},
             whole_group=True,
@@ -187,69 +157,44 @@ class Fleet(ProcessTree):
     def _placements(self) -> Placements:
         return Placements(
             [
-                Placement(name, self._endpoint(name), url_of(listener), host_id(), self._book.number(name))
-                for name, listener in self._replicas.items()
+                Placement(name, self._endpoint(name), port.url, host_id(), self._book.number(name))
+                for name, port in self._replicas.items()
             ],
             self._book.roll,
         )
 
-    # ------------------------------------------------------------------ the gateway
+    # ------------------------------------------------------------------ gateways
 
-    def _make_gateway(self) -> Child:
-        spec, fds, ends = self._spec, [listener.fileno() for listener in self._listeners], []
+    def _make_gateway(self, name: str) -> Child:
+        spec, fds, ends = self._spec, self._sockets(name), []
         if spec is None:
             ends = list(socket.socketpair())
             spec = LocalSpec(ends[1].fileno(), self._folder)
-        config = GatewayConfig(self._server_config(), self._book.of(GATEWAY).fleet, spec)
+        fleet = self._book.of(name).fleet
+        config = GatewayConfig(name, self._server_config(), fleet, spec, self._peer_endpoint(name))
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
         death_signal = None if ends else signal.SIGKILL if isinstance(spec, RaySpec) else signal.SIGTERM
         environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key) | self._answer_counts()
-        main = "fastdeploy.entrypoints.gateway"
-        child = Child(GATEWAY, main, args, keep_fds, death_signal, environment=environment)
+        child = Child(name, GATEWAY_MODULE, args, keep_fds, death_signal, environment=environment)
         if ends:
             ends[1].close()
-            self._connect(ParentEnd(ends[0]))
+            self._links.open(name, ends[0], self._placements())
         return child
 
-    def _connect(self, link: ParentEnd) -> None:
-        self._disconnect()
-        self._link = link
-        self._watch(link, PIPES, self._on_link)
-        self._send(self._placements())
+    def _peer_endpoint(self, name: str) -> str:
+        """Return the address at which a gateway listens for the others."""
+        if not self._gateway_endpoint:
+            return self._endpoint(name) if len(self._servers) > 1 else ""
+        host, _, port = self._gateway_endpoint.rpartition(":")
+        return f"{host}:{int(port) + self._servers.index(name) if int(port) else 0}"
 
-    def _disconnect(self) -> None:
-        if self._link is not None:
-            self._forget_fd(self._link.fileno())
-            self._link.close()
-            self._link = None
+    def _send_placements(self) -> None:
+        self._links.send_all(self._placements())
 
-    def _send(self, message: Placements | Answer) -> None:
-        if self._link is not None:
-            self._link.send(message)
-            self._watch_link()
-
-    def _watch_link(self) -> None:
-        """Wait for room only while something waits for it."""
-        assert self._link is not None
-        write = selectors.EVENT_WRITE if self._link.wants_to_write else 0
-        self._selector.modify(self._link, selectors.EVENT_READ | write, (PIPES, self._on_link))
-
-    def _on_link(self) -> None:
-        assert self._link is not None
-        asks = self._link.read()
-        if asks is None:
-            self._disconnect()
-            return
-        for ask in asks:
-            if (answer := self._handle(ask)) is not None:
-                self._send(answer)
-        self._link.flush()
-        self._watch_link()
-
-    def _handle(self, ask: Ask) -> Answer | None:
-        """Do what the gateway asks for. None = the answer follows."""
+    def _handle(self, gateway: str, ask: Ask) -> Answer | None:
+        """Do what a gateway asks for. None = the answer follows."""
         if self._stopping:
             return Answer(ask.ask_id, error="the fleet is stopping")
         if ask.action is Action.ADD:
@@ -257,7 +202,7 @@ class Fleet(ProcessTree):
                 name = self._add_replica()
             except OSError as error:
                 return Answer(ask.ask_id, error=f"no replica can be started: {error}")
-            self._send(self._placements())
+            self._send_placements()
             return Answer(ask.ask_id, name)
         if ask.action is Action.ROLL:
             return self._begin_roll(ask)
@@ -269,7 +214,7 @@ class Fleet(ProcessTree):
         if ask.action is Action.RESTART:
             self._restart(ask.name, ask.why)
         elif ask.action is Action.REPLACE:
-            return self._replace(ask)
+            return self._replace(gateway, ask)
         elif ask.action is Action.GO_BACK:
             self._go_back(ask.why)
         else:
@@ -284,19 +229,19 @@ class Fleet(ProcessTree):
         except FastDeployError as error:
             return Answer(ask.ask_id, error=error.message)
         logger.info("rolling change to settings %d: %s", roll.settings, roll.given)
-        self._send(self._placements())
+        self._send_placements()
         return Answer(ask.ask_id, roll=roll)
 
-    def _replace(self, ask: Ask) -> Answer | None:
+    def _replace(self, gateway: str, ask: Ask) -> Answer | None:
         """End the replica, and start it with the present settings. The answer follows its end."""
         name = ask.name
         self._book.renew(name)
         self._book.trials.add(name)
-        self._send(self._placements())
+        self._send_placements()
         if (child := self._children.get(name)) is None:
             self._due[name] = time.monotonic()
             return Answer(ask.ask_id, name)
-        self._replacing[name] = ask
+        self._replacing[name] = gateway, ask
         child.signal(signal.SIGTERM)
         why = f"it is being replaced, and has not ended within {self._shutdown_s:g} s"
         self._kill_after(child, self._shutdown_s, why)
@@ -304,14 +249,18 @@ class Fleet(ProcessTree):
 
     def _replaced(self, name: str) -> None:
         """Start a replica that has ended with its new settings."""
-        self._send(Answer(self._replacing.pop(name).ask_id, name))
+        self._answer_replacing(name)
         self._due[name] = time.monotonic()
+
+    def _answer_replacing(self, name: str) -> None:
+        gateway, ask = self._replacing.pop(name)
+        self._links.send(gateway, Answer(ask.ask_id, name))
 
     def _go_back(self, why: str) -> None:
         """Go back to the settings from before, for those replicas too that have the new ones already."""
         logger.error("the rolling change goes back: %s", why)
         self._book.go_back(why)
-        self._send(self._placements())
+        self._send_placements()
 
     def _trial_ended(self, child: Child, status: int) -> None:
         """Start a replica with the old settings, since it did not serve with the new ones."""
@@ -320,14 +269,14 @@ class Fleet(ProcessTree):
         self._go_back(f"{name} cannot be started with the new settings: {why}")
         self._book.renew(name)
         self._book.trials.discard(name)
-        self._send(self._placements())
+        self._send_placements()
         self._due[name] = time.monotonic()
 
     def _end_roll(self) -> None:
         """All replicas have the present settings, and are members."""
         if self._book.roll is not None and self._book.roll.phase is RollPhase.REPLICAS:
             self._book.enter(RollPhase.DONE)
-            self._send(self._placements())
+            self._send_placements()
 
     def _restart(self, name: str, why: str) -> None:
         """Kill the replica. Its end has it started again; so nothing is done if it has ended already."""
@@ -339,10 +288,10 @@ class Fleet(ProcessTree):
         self._replicas.pop(name).close()
         self._book.forget(name)
         if name in self._replacing:
-            self._send(Answer(self._replacing.pop(name).ask_id, name))
+            self._answer_replacing(name)
         self._due.pop(name, None)
         self._missing.discard(name)
-        self._send(self._placements())
+        self._send_placements()
         if child := self._children.get(name):
             child.signal(signal.SIGTERM)
             self._kill_after(
@@ -355,11 +304,14 @@ class Fleet(ProcessTree):
         match event["event"]:
             case "refused":
                 self._on_refused(child, event["why"])
-            case "alive" if self._is_watched(child.name):
-                stall_s = self._book.of(child.name).serve.stall_s * (GATEWAY_STALLS if child.name == GATEWAY else 1)
-                self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
+            case "alive" if child.name in self._servers:
+                self._expect_life(child, GATEWAY_STALLS)
+                self._send_no_clients_after_silence(child)
+            case "alive" if child.name in self._replicas and child.name not in self._replacing:
+                self._expect_life(child)
             case "up":
                 child.ready_since = time.monotonic()
+                self._let_in(child.name)
             case "ready" | "serving":
                 child.ready_since = child.ready_since or time.monotonic()
                 self._book.trials.discard(child.name)
@@ -367,9 +319,16 @@ class Fleet(ProcessTree):
                 if not self._missing and not self._announced:
                     self._announce()
 
-    def _is_watched(self, name: str) -> bool:
-        """Return whether silence kills a child. One that shall end has another timer."""
-        return name == GATEWAY or (name in self._replicas and name not in self._replacing)
+    def _expect_life(self, child: Child, stalls: int = 1) -> None:
+        """Kill a child that is silent for ``stalls`` times stall_s. One that shall end has another timer."""
+        stall_s = self._book.of(child.name).serve.stall_s * stalls
+        self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
+
+    def _send_no_clients_after_silence(self, gateway: Child) -> None:
+        """Let other gateways have the new connections after QUIET_S of silence."""
+        if gateway.ready_since is not None:
+            self._let_in(gateway.name)
+        self._unless_heard(f"{gateway.name} is quiet", gateway, QUIET_S, lambda: self._keep_out(gateway.name))
 
     def _announce(self) -> None:
         self._announced = True
@@ -395,8 +354,8 @@ class Fleet(ProcessTree):
 
     def _on_end(self, child: Child, status: int) -> None:
         name = child.name
-        if name == GATEWAY:
-            self._disconnect()
+        if name in self._servers:
+            self._links.close(name)
         elif name not in self._replicas:
             logger.info("%s is removed", name)
             return
@@ -411,12 +370,13 @@ class Fleet(ProcessTree):
             self._stop(FAILED)
             return
         # Whoever kills gateways before they are ready cannot end the replicas, which have the weights.
-        killed = name == GATEWAY and self._announced and status == -signal.SIGKILL
+        killed = name in self._servers and self._announced and status == -signal.SIGKILL
         self._restart_later(child, status, killed)
 
     def _on_hopeless(self, name: str) -> None:
-        """Go on trying to start a replica, since the others serve; without them, stop all."""
-        if name == GATEWAY or not self._announced:
+        """Go on trying to start a replica or a gateway, since others serve; stop if no gateway does."""
+        gateways = [child for child in self._children.values() if child.name in self._servers]
+        if not self._announced or not any(gateway.ready_since for gateway in gateways):
             self._stop(FAILED)
         else:
             self._due[name] = time.monotonic() + MAX_DELAY_S
@@ -424,8 +384,8 @@ class Fleet(ProcessTree):
     # ------------------------------------------------------------------ the end
 
     def _next_to_stop(self) -> Iterable[Child]:
-        """Return the gateway, which ends its open requests through the engines, and then the replicas."""
-        return [child for child in self._children.values() if child.name == GATEWAY] or self._children.values()
+        """Return the gateways, which end their open requests through the engines, and then the replicas."""
+        return [child for child in self._children.values() if child.name in self._servers] or self._children.values()
 
     def _on_stopped(self, child: Child, status: int) -> None:
         if status not in (0, -signal.SIGKILL, -signal.SIGTERM):

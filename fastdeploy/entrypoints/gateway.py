@@ -18,7 +18,7 @@ import msgspec
 
 from fastdeploy.entrypoints.api_server import ServerProcess, run_server
 from fastdeploy.entrypoints.child import EventPipe
-from fastdeploy.entrypoints.fleet import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
@@ -80,4 +80,4 @@ async def serve(config: GatewayConfig, process: ServerProcess) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_server("gateway", GatewayConfig, serve))
+    sys.exit(run_server(GatewayConfig, serve))

@@ -17,7 +17,7 @@ from fastdeploy.core.config import AUTO, EngineConfig, ServeConfig
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.roofline import StepRoofline
 from fastdeploy.entrypoints.loading import plan
-from fastdeploy.entrypoints.process_tree import bind_all
+from fastdeploy.entrypoints.ports import open_ports
 
 STREAMS = (1, 8, 32)
 CONTEXT = 512  # tokens of each stream in the table of speed
@@ -104,8 +104,8 @@ def preview(engine: EngineConfig, serve: ServeConfig) -> Preview:
     milliseconds to measure the machine."""
     found = Preview()
     try:
-        for listener in bind_all(serve):
-            listener.close()
+        for port in open_ports(serve):
+            port.close()
     except OSError as error:
         found.refused.append(Refusal("port", str(error)))
     try:

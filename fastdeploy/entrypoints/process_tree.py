@@ -2,8 +2,7 @@
 
 One thread waits on the event pipes of the children, on their pidfds, and on the wake-up pipe of signals.
 
-The parent binds the HTTP sockets once, and the children that serve HTTP inherit them. So no waiting connection is lost
-when one of them is replaced.
+The parent opens the HTTP ports once, and each child that serves HTTP inherits a socket of each port (see ports.py).
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import ANSWER_COUNTS_FOLDER
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.ports import Port, open_ports, ports_of, with_ports
 from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
@@ -79,12 +78,15 @@ class BackOff:
 
 class ProcessTree(ABC):
     """The children of this process, by name. config: of the HTTP servers among them; its shutdown_s is the time for an
-    orderly end, after which children are killed. first_delay_s: see BackOff; with faults, the longest delay, too.
-    listeners: bound already; none = bind those of the config."""
+    orderly end, after which children are killed. servers: names of these HTTP servers. first_delay_s: see BackOff; with
+    faults, the longest delay, too. ports: open already, with a socket for each server; none = open those of the
+    config."""
 
-    def __init__(self, config: ServeConfig, first_delay_s: float, listeners: Sequence[socket.socket] = ()):
+    def __init__(self, config: ServeConfig, servers: Sequence[str], first_delay_s: float, ports: Sequence[Port] = ()):
         self._config = config
-        self._listeners = list(listeners)
+        self._servers = list(servers)
+        self._serving: set[str] = set()  # servers that get new connections
+        self._ports = list(ports)
         self._shutdown_s = config.shutdown_s
         max_delay_s = first_delay_s if config.faults or config.faults_dir else MAX_DELAY_S
         self._selector = selectors.DefaultSelector()
@@ -135,8 +137,8 @@ class ProcessTree(ABC):
         cannot be served. Raises OSError if a port cannot be bound."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every connection needs an open file
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._listeners = self._listeners or bind_all(self._config)
-        self._config = with_ports(self._config, self._listeners)
+        self._ports = self._ports or open_ports(self._config, len(self._servers))
+        self._config = with_ports(self._config, self._ports)
         self._folder = ipc_dir.create()
         restore = self._catch_signals()
         try:
@@ -145,11 +147,34 @@ class ProcessTree(ABC):
         finally:
             self._kill_all()
             restore()
-            for listener in self._listeners:
-                listener.close()
+            for port in self._ports:
+                port.close()
             self._selector.close()
             ipc_dir.remove(self._folder)
         return self._status
+
+    # ------------------------------------------------------------------ HTTP servers
+
+    def _sockets(self, name: str) -> list[int]:
+        """Return the file descriptors of a server's sockets, one of each port."""
+        return [port.sockets[self._servers.index(name)].fileno() for port in self._ports]
+
+    def _let_in(self, name: str) -> None:
+        """Let a server have new connections, since it accepts them."""
+        if name not in self._serving:
+            self._serving.add(name)
+            self._share_connections()
+
+    def _keep_out(self, name: str) -> None:
+        """Let the other servers have the new connections. If there is no other one, they wait."""
+        if name in self._serving:
+            self._serving.remove(name)
+            self._share_connections()
+
+    def _share_connections(self) -> None:
+        if self._serving:
+            for port in self._ports:
+                port.give_to([self._servers.index(name) for name in self._serving])
 
     def _server_config(self) -> ServeConfig:
         """Return the settings of the processes that serve HTTP. They share the sessions of agents."""
@@ -173,8 +198,8 @@ class ProcessTree(ABC):
     def _print_serving(self, what: str) -> None:
         """Tell the user where ``what`` serves."""
         at = [
-            url_of(listener) if name == "port" else f"{name.removesuffix('_port')} at {url_of(listener)}"
-            for name, listener in zip(ports_of(self._config), self._listeners, strict=False)
+            port.url if name == "port" else f"{name.removesuffix('_port')} at {port.url}"
+            for name, port in zip(ports_of(self._config), self._ports, strict=False)
         ]
         print(f"FastDeploy {what} {self._config.served_model_name} at {', '.join(at)}", flush=True)
 
@@ -196,6 +221,7 @@ class ProcessTree(ABC):
             status = self._reap(child)
             del self._children[name]
             self._timers.pop(name, None)
+            self._keep_out(name)
             if not self._stopping:
                 self._on_end(child, status)
             else:
@@ -250,24 +276,32 @@ class ProcessTree(ABC):
                 action()
 
     def _kill_after(self, child: Child, seconds: float, why: str) -> None:
-        """Kill ``child`` after ``seconds``, unless it has ended, or this is called again before: perhaps for an event
-        that waits unread. A timer that fires late waits once more, since the child may have been as slow as this
-        process."""
-        due = time.monotonic() + seconds
+        """Kill ``child`` after ``seconds``, see _unless_heard."""
 
         def kill() -> None:
+            logger.error("killing %s: %s", child.name, why)
+            child.kill()
+
+        self._unless_heard(child.name, child, seconds, kill)
+
+    def _unless_heard(self, key: str, child: Child, seconds: float, action: Callable[[], object]) -> None:
+        """Call ``action`` after ``seconds``, unless the child has ended, or this is called with ``key`` again before:
+        perhaps for an event that waits unread. A timer that fires late waits once more, since the child may have been
+        as slow as this process."""
+        due = time.monotonic() + seconds
+
+        def fire() -> None:
             late = time.monotonic() - due > LATE_TIMER_S
             for event in child.events.read():
                 self._on_event(child, event)
-            if self._children.get(child.name) is not child or child.name in self._timers:
+            if self._children.get(child.name) is not child or key in self._timers:
                 return
             if late:
-                self._kill_after(child, seconds, why)
+                self._unless_heard(key, child, seconds, action)
             else:
-                logger.error("killing %s: %s", child.name, why)
-                child.kill()
+                action()
 
-        self._call_later(child.name, seconds, kill)
+        self._call_later(key, seconds, fire)
 
     def _restart_later(self, child: Child, status: int, killed: bool = False) -> None:
         """Start the child again after the delay of its BackOff. killed: see BackOff.delay."""
@@ -357,23 +391,3 @@ class ProcessTree(ABC):
 def _stop_signals() -> list[signal.Signals]:
     """Return the signals that stop the server: STOP_SIGNALS, without SIGHUP if it is ignored, as under nohup."""
     return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-
-
-def ports_of(config: ServeConfig) -> dict[str, int]:
-    """Return the ports to listen on, by the name of the setting: that of all routes first."""
-    ports = {"port": config.port, "control_port": config.control_port, "metrics_port": config.metrics_port}
-    if config.metrics_port == config.port != 0:  # as FastDeploy has it: then there is no second port
-        del ports["metrics_port"]
-    return {name: port for name, port in ports.items() if port is not None}
-
-
-def bind_all(config: ServeConfig) -> list[socket.socket]:
-    """Open the listening sockets of ``config``, one for each of ``ports_of``. Raises OSError."""
-    return [bind(config.host, port) for port in ports_of(config).values()]
-
-
-def with_ports(config: ServeConfig, listeners: Sequence[socket.socket]) -> ServeConfig:
-    """Return ``config`` with the real ports of these listeners."""
-    real = [listener.getsockname()[1] for listener in listeners]
-    ports = dict(zip(ports_of(config), real, strict=False))
-    return msgspec.structs.replace(config, **ports)

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
-from fastdeploy.core.listener import url_of
 from fastdeploy.core.process import host_id, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
+from fastdeploy.entrypoints.ports import Port
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE, Supervisor
 from fastdeploy.http.guards.keys import pop_keys
 from fastdeploy.inter_communicator.fleet_key import pop_fleet_key
@@ -46,8 +46,7 @@ class ReplicaSupervisor(Supervisor):
         self._events = events
 
     def _show_serving(self) -> None:
-        url = url_of(self._listeners[0])
-        self._events.send("serving", url=url, endpoint=self._fleet_endpoint, host=host_id())
+        self._events.send("serving", url=self._ports[0].url, endpoint=self._fleet_endpoint, host=host_id())
 
     def _show_refusal(self, why: str) -> None:
         self._events.send("refused", why=why)
@@ -60,7 +59,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True, help="of the replica, unique in the fleet")
     parser.add_argument("--config", required=True, help="ReplicaConfig as JSON")
-    parser.add_argument("--http-fds", type=int, nargs="*", default=(), help="inherited listening sockets, if any")
+    parser.add_argument(
+        "--http-fds",
+        type=int,
+        nargs="*",
+        default=(),
+        help="inherited sockets that listen at one port, for each API server one; none = of the config",
+    )
     parser.add_argument("--engine-module", default=ENGINE_MODULE, help="see Supervisor")
     parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the parent")
     args = parser.parse_args()
@@ -73,7 +78,7 @@ def main() -> int:
         engine_module=args.engine_module,
         keys=keys,
         fleet_key=pop_fleet_key(os.environ),
-        listeners=[socket.socket(fileno=fd) for fd in args.http_fds],
+        ports=[Port([socket.socket(fileno=fd) for fd in args.http_fds])] if args.http_fds else (),
     )
     try:
         return supervisor.run()

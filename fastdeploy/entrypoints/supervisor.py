@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from fastdeploy.core.loading import Loading
 from fastdeploy.entrypoints import child as children
 from fastdeploy.entrypoints.child import REFUSED, Child
 from fastdeploy.entrypoints.loading_progress import LoadingLine
+from fastdeploy.entrypoints.ports import Port
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, ProcessTree
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
@@ -33,8 +33,9 @@ ENGINE = "engine"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a process that serves HTTP, which its parent passes as JSON."""
+    """Settings of a process that serves HTTP, which its parent passes as JSON. name: of the process, in the log."""
 
+    name: str
     serve: ServeConfig
 
 
@@ -46,7 +47,7 @@ class ApiServerConfig(ServerConfig, frozen=True, forbid_unknown_fields=True):
 
 class Supervisor(ProcessTree):
     """The parent process. engine_module: module that is run as the engine (tests run a scripted engine). keys: passed
-    to the API servers only. fleet_key: passed to the engine only. first_delay_s, listeners: see ProcessTree. one_group:
+    to the API servers only. fleet_key: passed to the engine only. first_delay_s, ports: see ProcessTree. one_group:
     all children stay in this process's group, so that they can be killed at once."""
 
     def __init__(
@@ -58,10 +59,11 @@ class Supervisor(ProcessTree):
         first_delay_s: float = FIRST_DELAY_S,
         fleet_key: str | None = None,
         *,
-        listeners: Sequence[socket.socket] = (),
+        ports: Sequence[Port] = (),
         one_group: bool = False,
     ):
-        super().__init__(serve_config, first_delay_s, listeners)
+        servers = [f"api-{i}" for i in range(serve_config.workers)]
+        super().__init__(serve_config, servers, first_delay_s, ports)
         self._engine_module = engine_module
         heartbeat_s = min(engine_config.heartbeat_s, serve_config.stall_s / BEATS_PER_STALL)
         self._engine_config = msgspec.structs.replace(engine_config, heartbeat_s=heartbeat_s)
@@ -80,8 +82,8 @@ class Supervisor(ProcessTree):
 
     def _begin(self) -> None:
         self._start(ENGINE)
-        for i in range(self._config.workers):
-            self._start(f"api-{i}")
+        for name in self._servers:
+            self._start(name)
         self._beat()
 
     # ------------------------------------------------------------------ what a replica of a fleet does otherwise
@@ -116,8 +118,8 @@ class Supervisor(ProcessTree):
         return Child(ENGINE, self._engine_module, args, environment=environment, own_session=self._own_sessions)
 
     def _make_server(self, name: str) -> Child:
-        config = ApiServerConfig(self._server_config(), ipc_dir.endpoint(self._folder))
-        fds = [listener.fileno() for listener in self._listeners]
+        config = ApiServerConfig(name, self._server_config(), ipc_dir.endpoint(self._folder))
+        fds = self._sockets(name)
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         return Child(
             name,
@@ -140,6 +142,7 @@ class Supervisor(ProcessTree):
                 self._lost_commit = not event["are_first"]
             case "up":  # for BackOff an API server is ready, even if the engine is not
                 child.ready_since = time.monotonic()
+                self._let_in(child.name)
             case "ready" if child.name == ENGINE:
                 child.ready_since, self._served = time.monotonic(), True
                 self._loading.end()

@@ -39,8 +39,12 @@ class FleetServer(Server):
 
     @property
     def gateway_pid(self) -> int:
-        [pid] = self.pids("fastdeploy.entrypoints.gateway")
+        [pid] = self.gateway_pids
         return pid
+
+    @property
+    def gateway_pids(self) -> list[int]:
+        return self.pids("fastdeploy.entrypoints.gateway")
 
     def replica_pid(self, name: str) -> int:
         [pid] = self.pids(f"fastdeploy.entrypoints.replica_main --name {name} ")

@@ -132,7 +132,7 @@ def test_a_gateway_that_is_stopped_is_replaced_and_the_hold_outlives_it():
         os.kill(old, signal.SIGSTOP)
         until(lambda: not is_alive(old), 60, "the stopped gateway is killed")
         assert_held(fleet, old)
-        assert "killing gateway: its process was silent for 6 s" in fleet.log()
+        assert "killing gateway-0: its process was silent for 6 s" in fleet.log()
 
 
 def assert_held(fleet: FleetServer, old: int) -> None:

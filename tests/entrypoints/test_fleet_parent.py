@@ -17,12 +17,12 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints import fleet as fleet_module
 from fastdeploy.entrypoints import process_tree
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.fleet import GATEWAY, GATEWAY_STALLS, Fleet
+from fastdeploy.entrypoints.fleet import GATEWAY_STALLS, Fleet
 from fastdeploy.entrypoints.process_tree import FAILED, LATE_TIMER_S, MAX_FAILED_STARTS
 from fastdeploy.fleet.config import FleetConfig
 
 ROOT = Path(__file__).parents[2]
-REPLICA = "replica-0"
+REPLICA, GATEWAY = "replica-0", "gateway-0"
 Step = Callable[["ScriptedFleet", Child], None]
 
 
@@ -39,9 +39,11 @@ class ScriptedFleet(Fleet):
         shutdown_s: float = 60.0,
         how: str = "gentle",
         watched: str = REPLICA,
+        gateways: int = 1,
     ):
         serve = ServeConfig(model="tiny", served_model_name="tiny", port=0, stall_s=stall_s, shutdown_s=shutdown_s)
-        super().__init__(EngineConfig(model="tiny"), serve, FleetConfig(fleet_id="fleet-1"), 1, first_delay_s=0.01)
+        settings = EngineConfig(model="tiny"), serve, FleetConfig(fleet_id="fleet-1")
+        super().__init__(*settings, 1, first_delay_s=0.01, num_gateways=gateways)
         self._on_alive = on_alive
         self._how = how
         self._watched = watched
@@ -72,16 +74,25 @@ class ScriptedFleet(Fleet):
         return self._children.get(GATEWAY)
 
     @property
+    def serving(self) -> set[str]:
+        """The gateways that get new connections."""
+        return set(self._serving)
+
+    @property
     def announced(self) -> bool:
         return self._announced
 
     def soon(self, action: Callable[[], object]) -> None:
         """Call ``action`` after the timers that are due."""
-        self._call_later("soon", 0.0, action)
+        self.later(0.0, action)
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._call_later("later", seconds, action)
 
     def become_ready(self) -> None:
         for child in self._children.values():
-            super()._on_event(child, {"event": "ready"})
+            for event in ("up", "ready") if child.name in self._servers else ("ready",):
+                super()._on_event(child, {"event": event})
 
     def end(self) -> None:
         self._stop(0)
@@ -184,3 +195,56 @@ def test_gateways_that_are_killed_before_they_are_ready_do_not_end_the_fleet_but
         assert status == 0 and len(fleet.ends) == 10
     else:
         assert status == FAILED and len(fleet.ends) == 1 + MAX_FAILED_STARTS, "the first one was ready"
+
+
+def test_a_gateway_that_dies_is_replaced_alone_and_others_get_the_new_connections_until_then():
+    seen: list[set[str]] = []
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if not fleet.announced:
+            fleet.become_ready()
+            seen.append(fleet.serving)
+            fleet.gateway.kill()
+        elif fleet.ends and len(seen) == 1:
+            seen.append(fleet.serving)
+        elif fleet.starts.count(GATEWAY) == 2 and len(seen) == 2:
+            fleet.become_ready()
+            seen.append(fleet.serving)
+            fleet.end()
+
+    fleet = ScriptedFleet(step, gateways=2)
+    assert fleet.run() == 0 and fleet.ends == [(GATEWAY, -signal.SIGKILL)]
+    assert seen == [{"gateway-0", "gateway-1"}, {"gateway-1"}, {"gateway-0", "gateway-1"}]
+
+
+def test_a_silent_gateway_gets_no_new_connections_until_it_speaks_again(monkeypatch):
+    monkeypatch.setattr(fleet_module, "QUIET_S", 0.3)
+    seen: list[set[str]] = []
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if not fleet.announced:
+            fleet.become_ready()
+            os.kill(child.pid, signal.SIGSTOP)
+            fleet.later(1.0, lambda: (seen.append(fleet.serving), child.signal(signal.SIGCONT)))
+        elif seen:
+            seen.append(fleet.serving)
+            fleet.end()
+
+    fleet = ScriptedFleet(step, watched="gateway-1", gateways=2)
+    assert fleet.run() == 0 and fleet.ends == []
+    assert seen == [{"gateway-0"}, {"gateway-0", "gateway-1"}]
+
+
+def test_a_gateway_that_cannot_start_does_not_end_a_fleet_with_another_one(monkeypatch):
+    monkeypatch.setattr(fleet_module, "MAX_GATEWAY_DELAY_S", 0.01)
+
+    def step(fleet: ScriptedFleet, child: Child) -> None:
+        if not fleet.announced:
+            fleet.become_ready()
+        if len(fleet.ends) > MAX_FAILED_STARTS and fleet.gateway is None:
+            fleet.end()
+        elif fleet.gateway is not None:
+            fleet.gateway.signal(signal.SIGTERM)
+
+    fleet = ScriptedFleet(step, gateways=2)
+    assert fleet.run() == 0 and {name for name, _ in fleet.ends} == {GATEWAY}

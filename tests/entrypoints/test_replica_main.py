@@ -18,9 +18,9 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.core.listener import bind, url_of
 from fastdeploy.core.process import descendants, host_id, is_alive
 from fastdeploy.entrypoints.child import REFUSED, Child, EventPipe, EventReader
+from fastdeploy.entrypoints.ports import Port
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 
 TESTS = Path(__file__).parents[1]
@@ -31,16 +31,17 @@ class Replica:
     """A replica below this process. kind: behaviour of the engine, see support/fake_engine_main.py."""
 
     def __init__(self, root: str, kind: str = "tiny", stall_s: float = 60.0):
-        self.listener = bind("127.0.0.1", 0)
+        self.port = Port.open("127.0.0.1", 0)
+        fd = self.port.sockets[0].fileno()
         engine = EngineConfig(model=root, served_model_name=kind)
         serve = ServeConfig(model=root, served_model_name=kind, shutdown_s=5.0, stall_s=stall_s)
         args = ["--name", "replica-7", "--config", to_json(ReplicaConfig(engine, serve))]
-        args += ["--engine-module", "support.fake_engine_main", "--http-fds", str(self.listener.fileno())]
+        args += ["--engine-module", "support.fake_engine_main", "--http-fds", str(fd)]
         self.child = Child(
             "replica-7",
             "fastdeploy.entrypoints.replica_main",
             args,
-            [self.listener.fileno()],
+            [fd],
             signal.SIGKILL,
             environment=os.environ | {"FASTDEPLOY_IPC_ROOT": root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
             whole_group=True,
@@ -63,12 +64,12 @@ class Replica:
         return [self.child.pid, *descendants(self.child.pid)]
 
     def engine_pid(self) -> int:
-        return httpx.get(f"{url_of(self.listener)}/v1/is_paused", timeout=20).json()["result"]["pid"]
+        return httpx.get(f"{self.port.url}/v1/is_paused", timeout=20).json()["result"]["pid"]
 
     def close(self) -> None:
         self.child.kill()
         self.child.reap()
-        self.listener.close()
+        self.port.close()
 
 
 @pytest.fixture
@@ -87,12 +88,12 @@ def replica() -> Iterator[Callable[..., Replica]]:
 
 def test_a_replica_tells_when_it_serves_and_again_after_its_engine_died(replica):
     one = replica()
-    serving = {"event": "serving", "url": url_of(one.listener), "endpoint": "", "host": host_id()}
+    serving = {"event": "serving", "url": one.port.url, "endpoint": "", "host": host_id()}
     assert one.event() == serving
     engine = one.engine_pid()
     os.kill(engine, signal.SIGKILL)
     assert one.event() == serving
-    until(lambda: httpx.get(f"{url_of(one.listener)}/health", timeout=20).status_code == 200, 20, "it serves again")
+    until(lambda: httpx.get(f"{one.port.url}/health", timeout=20).status_code == 200, 20, "it serves again")
     assert one.engine_pid() != engine
 
 

@@ -21,8 +21,8 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.core.config import EngineConfig, ServeConfig
-from fastdeploy.core.listener import bind
 from fastdeploy.entrypoints.child import REFUSED
+from fastdeploy.entrypoints.ports import Port
 from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
 from fastdeploy.entrypoints.replica_main import ReplicaConfig, ReplicaSupervisor
 from fastdeploy.entrypoints.supervisor import Supervisor
@@ -157,10 +157,10 @@ def test_only_the_engine_inherits_the_fleet_key(tree):
 
 
 def test_a_replica_reports_where_each_engine_listens_for_the_fleet():
-    listener = bind("127.0.0.1", 0)
+    port = Port.open("127.0.0.1", 0)
     events = Mock()
     config = ReplicaConfig(EngineConfig(model="m"), ServeConfig(model="m"))
-    supervisor = ReplicaSupervisor(events, config, listeners=[listener])
+    supervisor = ReplicaSupervisor(events, config, ports=[port])
     engine, server = Mock(), Mock()
     engine.name, server.name = "engine", "api-0"
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:1"})
@@ -168,7 +168,7 @@ def test_a_replica_reports_where_each_engine_listens_for_the_fleet():
     supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:2"})
     sent = [(call.args, call.kwargs["endpoint"]) for call in events.send.call_args_list]
     assert sent == [(("serving",), "tcp://127.0.0.1:1"), (("serving",), "tcp://127.0.0.1:2")]
-    listener.close()
+    port.close()
 
 
 def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tree):

@@ -15,8 +15,7 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.core.listener import bind
-from fastdeploy.entrypoints.process_tree import ports_of, with_ports
+from fastdeploy.entrypoints.ports import Port, ports_of, with_ports
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
@@ -43,9 +42,10 @@ class Server:
     It is bound to loopback, whatever ``config.host`` says."""
 
     def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys, port: int = 0):
-        self._listeners = [bind("127.0.0.1", port if name == "port" else 0) for name in ports_of(config)]
-        config = with_ports(config, self._listeners)
-        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        ports = [Port.open("127.0.0.1", port if name == "port" else 0) for name in ports_of(config)]
+        self._listeners = [port.sockets[0] for port in ports]
+        config = with_ports(config, ports)
+        urls = [port.url for port in ports]
         self.urls = dict(zip(ports_of(config), urls, strict=True))
         self.url, self.control_url = urls[0], self.urls.get("control_port", urls[0])
         self._keys = keys

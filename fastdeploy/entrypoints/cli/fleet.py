@@ -17,7 +17,8 @@ from fastdeploy.entrypoints.cli.changed_settings import reread_of
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, configs, read_start
 from fastdeploy.entrypoints.cli.settings import SettingsParser
-from fastdeploy.entrypoints.fleet import Fleet, LauncherSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.fleet import Fleet
+from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
@@ -27,6 +28,7 @@ from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
 
 DEFAULT_REPLICAS = 2
+MAX_GATEWAYS = 64
 
 
 def add_parser(commands: Commands) -> SettingsParser:
@@ -47,10 +49,22 @@ def run(args: argparse.Namespace, context: Context) -> int:
     spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
     if serve.faults and spec is not None:
         raise InvalidField("faults", "expected a fleet whose replicas run on this host: --replicas N")
+    check_gateways(args, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
-    reread = reread_of(args, Settings(engine, serve, config), _settings_of)
-    parent = Fleet(engine, serve, config, number, spec, keys, fleet_key, context.engine_module, reread=reread)
+    parent = Fleet(
+        engine,
+        serve,
+        config,
+        number,
+        spec,
+        keys,
+        fleet_key,
+        context.engine_module,
+        reread=reread_of(args, Settings(engine, serve, config), _settings_of),
+        num_gateways=args.gateways or 1,
+        gateway_endpoint=gateway_endpoint(args, fleet_key),
+    )
     announce(args, "fleet", start)
     return parent.run()
 
@@ -65,12 +79,16 @@ def _add_fleet_flags(add: Callable[..., Any]) -> None:
     defaults = FleetConfig(fleet_id="")
     text = f"engines to start on this host, which share its cores and its free memory ({DEFAULT_REPLICAS})"
     add("--replicas", type=int, metavar="N", help=text)
+    text = "processes that answer HTTP at one port for the whole fleet; one leads, and makes the control calls (1)"
+    add("--gateways", type=int, metavar="N", help=text)
+    text = "where the gateways of other hosts reach those of this one: gateway i at PORT + i, 0 = any free ports"
+    add("--gateway-endpoint", metavar="tcp://HOST:PORT", help=text)
     text = "an engine that runs elsewhere: address and URL of 'fastdeploy serve --fleet-endpoint'; repeatable"
     add("--replica", action="append", metavar="tcp://HOST:PORT=URL", help=text)
     ray = RayConfig(name="default", replicas=DEFAULT_REPLICAS)
     text = "run the replicas on a Ray cluster: HOST:PORT of its head (the cluster of this host); needs a fleet key"
     add("--ray", nargs="?", const=ray.address, metavar="ADDRESS", help=text)
-    text = "name of the fleet on Ray; the next gateway of this name finds its replicas (%(default)s)"
+    text = "name of a fleet on Ray, or with --gateway-endpoint; its gateways find each other by it (%(default)s)"
     add("--name", default=ray.name, help=text)
     add("--replica-cpus", type=float, default=ray.replica_cpus, help="cores of each replica on Ray (%(default)g)")
     add("--keep-replicas", action="store_true", help="let the replicas on Ray run on when this command is stopped")
@@ -80,11 +98,40 @@ def _add_fleet_flags(add: Callable[..., Any]) -> None:
     add("--failover-s", type=float, default=defaults.failover_s, help=text)
 
 
+def check_gateways(args: argparse.Namespace, serve: ServeConfig) -> None:
+    """Raise InvalidField if the fleet cannot have so many gateways."""
+    number = 1 if args.gateways is None else args.gateways
+    if not 1 <= number <= MAX_GATEWAYS:
+        raise InvalidField("gateways", f"expected a number from 1 to {MAX_GATEWAYS}, got {number}")
+    if number > 1 and serve.faults:
+        raise InvalidField("gateways", f"expected 1 with --faults: one process counts, got {number}")
+
+
+def gateway_endpoint(args: argparse.Namespace, fleet_key: str | None) -> str:
+    """Return the address of this host's gateways for those of other hosts; "" = there are none. Raises InvalidField."""
+    given: str | None = args.gateway_endpoint
+    if given is None:
+        return ""
+    try:
+        address = urlsplit(given)
+        fits = address.scheme == "tcp" and address.hostname and address.port is not None and not address.path
+    except ValueError:  # such as a port that is no number
+        fits = False
+    if not fits:
+        raise InvalidField("gateway_endpoint", f"expected tcp://HOST:PORT, got {given!r}")
+    if not args.replica:
+        text = "expected --replica with it, since gateways of other hosts cannot reach engines that this command starts"
+        raise InvalidField("gateway_endpoint", text)
+    require_fleet_key(given, fleet_key)
+    return given
+
+
 def fleet_config(args: argparse.Namespace, model_roots: tuple[str, ...]) -> FleetConfig:
     """Return the checked settings of the gateways of one fleet. model_roots: of its engines. Raises InvalidField."""
     given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
-    # On Ray, replicas may outlive the gateway and its parent; the next ones must be of the same fleet.
-    fleet_id = uuid.uuid4().hex if args.ray is None else _ray_config(args).namespace
+    # Gateways of other parents, later or on other hosts, must be of the same fleet.
+    is_shared = args.ray is not None or args.gateway_endpoint is not None
+    fleet_id = _ray_config(args).namespace if is_shared else uuid.uuid4().hex
     config = FleetConfig(fleet_id=fleet_id, model_roots=model_roots, **given).check()
     if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
         raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
@@ -107,7 +154,7 @@ def _ray_config(args: argparse.Namespace) -> RayConfig:
     return RayConfig(
         name=args.name,
         replicas=DEFAULT_REPLICAS if args.replicas is None else args.replicas,
-        address=args.ray,
+        address=args.ray or "auto",
         replica_cpus=args.replica_cpus,
         keep_replicas=args.keep_replicas,
         stop_s=args.shutdown_s / 4,

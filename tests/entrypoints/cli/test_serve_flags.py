@@ -260,3 +260,26 @@ def test_faults_need_replicas_of_this_host(folder, capsys):
     with pytest.raises(SystemExit):
         main(["fleet", folder, "--faults", "--replica", replica, "--port", "0"])
     assert "--faults" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gateways", "0"], "--gateways: expected a number from 1 to 64, got 0"),
+        (["--gateways", "2", "--faults"], "--gateways: expected 1 with --faults: one process counts, got 2"),
+        (
+            ["--gateway-endpoint", "tcp://10.0.0.1"],
+            "--gateway-endpoint: expected tcp://HOST:PORT, got 'tcp://10.0.0.1'",
+        ),
+        (["--gateway-endpoint", "ipc:///x"], "--gateway-endpoint: expected tcp://HOST:PORT, got 'ipc:///x'"),
+        (["--gateway-endpoint", "tcp://10.0.0.1:9"], "--gateway-endpoint: expected --replica with it"),
+        (
+            ["--gateway-endpoint", "tcp://10.0.0.1:9", "--replica", "ipc:///x=http://localhost:1"],
+            "expected a fleet key in the environment, since tcp://10.0.0.1:9",
+        ),
+    ],
+)
+def test_gateways_that_a_fleet_cannot_have_are_refused_by_name(flags, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fleet", *flags])
+    assert stopped.value.code == 2 and named in capsys.readouterr().err
