@@ -40,7 +40,7 @@ class EngineClient:
     first_connection_s: seconds that a request or call waits for the first connection. kills_stalled: False = an engine
     that is stuck is only given up, since its process may be on another host. on_connected: called when an engine is
     there; on_lost(error): when it is lost, before anything that is open fails. read_loading: returns how far an engine
-    is that starts.
+    is that starts. gateway: see messages.Hello.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EngineClient:
         on_connected: Callable[[], None] = lambda: None,
         on_lost: Callable[[errors.EngineError], None] = lambda error: None,
         read_loading: Callable[[], Loading | None] = lambda: None,
+        gateway: str = "",
     ):
         self._connector = connector
         self._stall_s = stall_s
@@ -59,6 +60,7 @@ class EngineClient:
         self._kills_stalled = kills_stalled
         self._on_connected = on_connected
         self._on_lost = on_lost
+        self._gateway = gateway
         self._first_connection = True
         self._connection: Connection | None = None
         self._streams: dict[str, RequestStream] = {}
@@ -128,7 +130,7 @@ class EngineClient:
     async def _until_lost(self, connection: Connection) -> errors.EngineError:
         """Use ``connection`` until it is lost, and return the reason."""
         self._connection = connection
-        connection.send(m.Hello(os.getpid(), host_id()))
+        connection.send(m.Hello(os.getpid(), host_id(), self._gateway))
         tasks = [asyncio.ensure_future(self._read(connection))]
         if self._stall_s is not None:
             tasks.append(asyncio.ensure_future(self._watch(self._stall_s)))

@@ -132,8 +132,8 @@ class CommonEngine:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Run the loop until ``stop``. Every open request and call is answered at the end, but those of a gateway that
-        leads: its connection is closed. Raises EngineError if a step failed: the process must be replaced."""
+        """Run the loop until ``stop``. Every open request and call is answered at the end, but those of gateways: their
+        connections are closed. Raises EngineError if a step failed: the process must be replaced."""
         path, max_mb, dropped = self.config.trace, self.config.trace_max_mb, self.metrics.trace_dropped.inc
         with tracing(path, max_mb, self.events, self.boot_id, self.info.num_blocks, dropped):
             self._run()
@@ -146,16 +146,17 @@ class CommonEngine:
         except Exception as error:
             log.exception("the engine failed")
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self._dismiss_gateway()
+            self._dismiss_gateways()
             self._end_everything(FinishReason.ERROR, failure)
             raise EngineError(str(error)) from error
-        self._dismiss_gateway()
+        self._dismiss_gateways()
         self._end_everything(FinishReason.ABORT, EngineDead("the server is shutting down"))
 
-    def _dismiss_gateway(self) -> None:
-        """Drop the gateway that leads. Its requests need not end with this engine: they go on at another one."""
-        if self.gateway_lease.gateway:
-            self.delivery.dismiss(self.gateway_lease.gateway)
+    def _dismiss_gateways(self) -> None:
+        """Drop the gateways. Their requests need not end with this engine: they go on at another one."""
+        clients = self.delivery.clients
+        for client in [c for c in clients if clients[c].gateway or c == self.gateway_lease.gateway]:
+            self.delivery.dismiss(client)
 
     def stop(self) -> None:
         """Ask the loop to end. Safe to call from any thread and from a signal handler."""
@@ -269,7 +270,7 @@ class CommonEngine:
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         here = hello.host in ("", host_id())
-        self.delivery.clients[client] = ClientProcess(hello.pid, here)
+        self.delivery.clients[client] = ClientProcess(hello.pid, here, hello.gateway)
         welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, VERSION, known_messages())
         self.delivery.send(client, welcome)
         self.delivery.send_heartbeat(client)
@@ -286,7 +287,9 @@ class CommonEngine:
         try:
             self.gateway_lease.check(call.args, client)
             self.gateway_lease.note_change(call.change, client)
-            result = self._on_call[type(call.args)](call.args, client, answer)
+            if (handler := self._on_call.get(type(call.args))) is None:
+                raise RequestError(f"{type(call.args).__name__} is a call between gateways, and this is an engine")
+            result = handler(call.args, client, answer)
         except Exception as error:
             answer({}, error)
             if not isinstance(error, FastDeployError):
@@ -297,6 +300,8 @@ class CommonEngine:
 
     @handles(m.LeadArgs)
     def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
+        if client != self.gateway_lease.gateway:
+            self.delivery.send(self.gateway_lease.gateway, m.Heartbeat())  # drops a leader that has died
         self.gateway_lease.lead(args, client)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)

@@ -30,7 +30,8 @@ class GatewayLease:
         self.controller = ""
         self.term = 0
         self.last_change = (0, 0)
-        self.gateway = ""  # name of the connection that leads
+        self.gateway = ""  # name of the connection that leads,
+        self._address = ""  # and the address at which other gateways reach it
         self._expires_at = 0.0
 
     def lead(self, args: m.LeadArgs, client: str) -> None:
@@ -48,6 +49,7 @@ class GatewayLease:
         if (args.fleet, args.controller, args.term) != (self.fleet, self.controller, self.term):
             log.info("controller %r of fleet %r leads in term %d", args.controller, args.fleet, args.term)
         self.fleet, self.controller, self.term, self.gateway = args.fleet, args.controller, args.term, client
+        self._address = args.gateway
         self._expires_at = self._clock() + args.lease_s
 
     def leads(self, client: str) -> bool:
@@ -68,12 +70,18 @@ class GatewayLease:
         """Return {"fleet", "controller", "term"}."""
         return {"fleet": self.fleet, "controller": self.controller, "term": self.term}
 
+    @property
+    def leader(self) -> str:
+        """The address of the gateway that leads, see messages.FleetStateArgs."""
+        return self._address if self.gateway in self._clients else ""
+
     def _refusal(self, why: str) -> NotLeader:
         leader = f"controller {self.controller!r} leads it in term {self.term}"
         left = round(max(self._expires_at - self._clock(), 0.0), 3)
         return NotLeader(
             f"{why}: the engine belongs to fleet {self.fleet!r}, and {leader}; make the call at the fleet's gateway",
             **self.describe(),
+            **({"leader": self.leader} if self.leader else {}),
             lease_left_s=left,
         )
 

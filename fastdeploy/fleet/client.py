@@ -22,6 +22,7 @@ from fastdeploy.fleet.dispatch import Dispatcher, Lookups
 from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
+from fastdeploy.fleet.peers import PeerLink, Peers
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
@@ -36,27 +37,37 @@ MAX_RETAINED = 65536  # requests with retain_s whose replica is remembered; of o
 
 
 class FleetClient:
-    """All requests and control calls of one gateway (see ServingClient). Use from one event loop only.
+    """All requests and control calls of one gateway (see ServingClient). Use from one event loop only. link: to the
+    other gateways of the fleet; None = this is the only one.
 
     The boot id that clients see is that of the fleet. It stays the same as long as the fleet keeps its weights."""
 
-    def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
+    def __init__(
+        self,
+        config: FleetConfig,
+        launcher: Launcher,
+        connector: MakeConnector,
+        router: Router | None = None,
+        link: PeerLink | None = None,
+    ):
         self._config = config
-        self.membership = Membership(config, launcher, connector, self._members_changed)
+        self.peers = Peers(link, config, self._answer_peer, self._peer_gone) if link is not None else None
+        self.membership = Membership(config, launcher, connector, self._members_changed, self.peers)
         self._control = FleetControl(config, self.membership, self._end_requests)
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
-        self._lookups = Lookups(state, members, self._control.call, self._looked_up)
-        self._dispatcher = Dispatcher(config, self.router, lambda: self._open, self._max_waiting, self._lookups.ready)
+        self._lookups = Lookups(state, members, self._make, self._looked_up)
+        self._dispatcher = Dispatcher(config, self.router, self._takers, self._max_waiting, self._lookups.ready)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
         self._without_members_since = 0.0  # on the event loop's clock
         self._has_led = False
-        self._begun = asyncio.Event()  # no call that changes a state waits from then on
-        self._in_order = asyncio.Lock()
+        self._begun = asyncio.Event()  # no call that changes a state waits from then on,
+        self._led = asyncio.Event()  # but for a gateway that leads, if there are several
+        self._in_order, self._calls_in_order = asyncio.Lock(), asyncio.Lock()
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()
         self.welcome: m.Welcome | None = None
@@ -64,8 +75,14 @@ class FleetClient:
 
     def start(self) -> asyncio.Task[None]:
         """Begin to connect to the replicas. Returns the task that does so until :meth:`close`."""
-        self._task = asyncio.get_running_loop().create_task(self.membership.run(), name="fleet-client")
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="fleet-client")
         return self._task
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.membership.run(), name="fleet-membership")
+            if self.peers is not None:
+                group.create_task(self.peers.run(), name="fleet-peers")
 
     async def close(self) -> None:
         """Drop all connections. Open requests and calls fail with EngineDead."""
@@ -76,6 +93,8 @@ class FleetClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.membership.close()
+        if self.peers is not None:
+            await self.peers.close()
         for relay in list(self._relays.values()):
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
@@ -84,6 +103,10 @@ class FleetClient:
         if self.membership.quorum or (self._has_led and not leads):
             self._begun.set()
         self._has_led = self._has_led or leads
+        if leads or self.membership.following.leader:
+            self._led.set()
+        else:
+            self._led.clear()
         self._control.rearm()
         members, self._open = self.membership.quorum, self.membership.open
         boot_id = self.membership.boot_id
@@ -108,11 +131,18 @@ class FleetClient:
         """Why there is no member."""
         return self.membership.leadership.why or "every replica is lost, or has not joined yet"
 
+    def _takers(self) -> list[Replica]:
+        """Return the replicas that take new requests now: of a gateway that follows, only while its view is valid."""
+        is_valid = self.peers is None or self.membership.leadership.leads or self.membership.following.valid
+        return self._open if is_valid else []
+
     @property
     def closed_because(self) -> str:
         """See EngineClient."""
-        if self._open:
+        if self._takers():
             return ""
+        if self._open:
+            return "the gateway that leads does not answer"
         return "every member of the fleet is drained" if self.membership.quorum else self.missing_because
 
     async def require_engine(self) -> m.Welcome:
@@ -122,7 +152,8 @@ class FleetClient:
         await self._until_begun()
         if not self.connected.is_set():
             waited_s = asyncio.get_running_loop().time() - self._without_members_since
-            may_wait = self.welcome is not None and self.membership.leadership.leads
+            leads = self.membership.leadership.leads or self.peers is not None  # or may lead soon
+            may_wait = self.welcome is not None and leads
             if not may_wait or waited_s >= self._config.failover_s:
                 raise errors.EngineDead(f"no replica is ready: {self.missing_because}")
         assert self.welcome is not None
@@ -238,19 +269,51 @@ class FleetClient:
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
         if not args.reads:
-            await self._until_begun()
-            self.membership.leadership.require()
+            await self._until_led()
         if isinstance(args, m.LoadAdapterArgs):
             with self._lookups.loading(args.lora_name):
                 await self._lookups.settled(args.lora_name)
                 return await self._call(args)
         return await self._call(args)
 
+    async def _make(self, args: m.Args) -> dict[str, Any]:
+        """Make a call here, or let the gateway that leads make it."""
+        if self.peers is None or args.reads or not args.leader_only:
+            return await self._control.call(args)
+        while True:
+            await self._until_led()
+            leader = self.membership.following.leader
+            if self.membership.leadership.leads or not leader:
+                return await self._control.call(args)
+            there = self.peers.client(leader)
+            try:
+                return await there.call(args)
+            except errors.NotLeader as refusal:
+                if refusal.detail.get("began", True):
+                    raise
+            except errors.EngineError as error:
+                if there.connected.is_set():  # it is the gateway's answer
+                    raise
+                why = f"the gateway that leads was lost during the call, which may have been made: {error.message}"
+                raise errors.EngineDead(why) from error
+
+    async def _answer_peer(self, gateway: str, args: m.Args) -> dict[str, Any]:
+        """Answer a call of another gateway."""
+        if isinstance(args, m.FollowArgs):
+            return await self.membership.views.poll(args)
+        leadership = self.membership.leadership
+        if not leadership.leads:
+            raise errors.NotLeader(f"this gateway does not lead: {leadership.why}", began=False)
+        return await self.call(args)
+
+    def _peer_gone(self, gateway: str) -> None:
+        self.membership.views.gone(gateway)
+
     async def _call(self, args: m.Args) -> dict[str, Any]:
         if isinstance(args, m.AbortArgs) and not self.membership.quorum:  # the call fails, but ends what waits
             self._end_requests(args).failed = True
         try:
-            return await self._control.call(args)
+            return await self._make(args)
         finally:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
@@ -267,16 +330,28 @@ class FleetClient:
         return self.membership.hosts.exported_adapter(member, lora_name, file) if member is not None else None
 
     def _remote_exporter(self) -> Replica | None:
-        self.membership.leadership.require()
+        if self.peers is None:
+            self.membership.leadership.require()
         member = next(iter(self.membership.quorum), None)
         return member if member is not None and is_remote(member) else None
 
     async def _until_begun(self) -> None:
         """Wait until the fleet has had a member, or another gateway led after this one. Returns in the order of the
         calls. Raises EngineDead after the time that a gateway may need to take the place of one that died."""
+        await self._until(self._begun, self._in_order)
+
+    async def _until_led(self) -> None:
+        """Wait for a gateway that leads, as :meth:`_until_begun` does."""
+        await self._until_begun()
+        if self.peers is None:
+            self.membership.leadership.require()
+        else:
+            await self._until(self._led, self._calls_in_order)
+
+    async def _until(self, event: asyncio.Event, in_order: asyncio.Lock) -> None:
         try:
-            async with asyncio.timeout(self._config.rebuild_s + self._config.lease_s), self._in_order:
-                await self._begun.wait()
+            async with asyncio.timeout(self._config.rebuild_s + self._config.lease_s), in_order:
+                await event.wait()
         except TimeoutError:
             raise errors.EngineDead(f"no replica is ready: {self.missing_because}") from None
         if self.closing.is_set() and not self.connected.is_set():
@@ -297,6 +372,7 @@ class FleetClient:
         """Abort every open request, at the end of this process. See EngineClient.abort_open."""
         self.closing.set()
         self._begun.set()
+        self._led.set()
         to_abort = [relay.client_id for relay in self._relays.values() if not relay.outer.fingerprint]
         if to_abort and self.membership.quorum:
             try:

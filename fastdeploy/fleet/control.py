@@ -134,10 +134,11 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if not args.reads:
+        leads = self._membership.leadership.leads
+        if args.leader_only and not args.reads:
             self._membership.leadership.require()
-        replicas, in_quorum = self._membership.quorum, True
-        if not replicas and args.reads and not self._membership.leadership.leads:
+        replicas, in_quorum = self._membership.quorum, leads
+        if not replicas and args.reads and not leads:
             replicas, in_quorum = self._membership.connected, False
         if not replicas:
             raise EngineDead("no replica of the fleet is ready")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
@@ -25,13 +25,19 @@ from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.2
+FOLLOW_AGAIN_S = 0.5  # until the next try to follow a gateway that leads and cannot be reached
+
+
+async def _follow_nobody(leader: str) -> bool:
+    return False
 
 
 class GatewayLeadership:
     """The leadership of one gateway. replicas: all, by name. state: of the fleet. begin(reports): called when this
     gateway leads, with the answers of the engines from before. renewed(replica, revision): called after each renewal,
     with the revision of the fleet's state when it was sent; -1 = the state was changing. end(why): called when this
-    gateway does not lead any more.
+    gateway does not lead any more. address: at which other gateways reach this one. follow(leader): follows the gateway
+    at that address for as long as it leads, and returns whether it led.
 
     fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads. why: why not."""
 
@@ -43,6 +49,8 @@ class GatewayLeadership:
         begin: Callable[[Sequence[StateReport]], None],
         renewed: Callable[[Replica, int], None],
         end: Callable[[str], None],
+        address: str = "",
+        follow: Callable[[str], Awaitable[bool]] = _follow_nobody,
     ):
         self._config = config
         self._replicas = replicas
@@ -50,6 +58,8 @@ class GatewayLeadership:
         self._begin = begin
         self._renewed = renewed
         self._end = end
+        self._address = address
+        self._follow = follow
         self._moved = asyncio.Event()
         self._deposed = asyncio.Event()
         self.controller = uuid.uuid4().hex
@@ -106,15 +116,18 @@ class GatewayLeadership:
 
     def _args(self) -> m.LeadArgs:
         past = self._state.past_adapter_epoch
-        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s, past)
+        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s, past, self._address)
 
     def _connected(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.client.connected.is_set()]
 
     async def _become_leader(self) -> list[StateReport]:
-        """Return the states of the engines from before, once this gateway leads one of them."""
+        """Return the states of the engines from before, once this gateway leads one of them. Follow the gateway that
+        leads until then."""
+        followed = False
         while True:
-            await self._gather()
+            if not followed:  # else the members are connected already, and need not wait for others
+                await self._gather()
             found = await self._ask_all()
             if not found:
                 await asyncio.sleep(RETRY_S)
@@ -127,17 +140,29 @@ class GatewayLeadership:
             found.sort(key=lambda item: (-item[1]["term"], item[0].name))
             try:
                 await self.lead(found[0][0])
+                # Nobody else has changed the state since the first answers, unless another gateway's lease ended in
+                # between. So the answers that count are new ones.
+                others = [self.lead(replica) for replica, _ in found[1:]]
+                for refusal in await asyncio.gather(*others, return_exceptions=True):
+                    if isinstance(refusal, NotLeader) and refusal.detail.get("leader"):
+                        raise refusal  # it has only lost its connection to the first engine
             except NotLeader as error:
                 self.why = error.message
-                await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
+                followed = await self._until_free(error)
             except FastDeployError as error:
                 self.why = error.message
                 await asyncio.sleep(RETRY_S)
             else:
-                # Nobody else has changed the state since the first answers, unless another gateway's lease ended in
-                # between. So the answers that count are new ones.
-                await asyncio.gather(*(self.lead(replica) for replica, _ in found[1:]), return_exceptions=True)
                 return await self._before_and_after(found)
+
+    async def _until_free(self, refusal: NotLeader) -> bool:
+        """Follow the gateway that leads until it is lost, and return True; or wait for the end of its lease."""
+        leader = refusal.detail.get("leader", "")
+        if leader and await self._follow(leader):
+            return True
+        left_s = refusal.detail.get("lease_left_s", 0.0)
+        await asyncio.sleep((min(left_s, FOLLOW_AGAIN_S) if leader else left_s) + RETRY_S)
+        return False
 
     async def _before_and_after(self, found: Sequence[tuple[Replica, StateReport]]) -> list[StateReport]:
         """Return the present states of the engines, with the fleet that each belonged to before."""

@@ -19,15 +19,18 @@ from fastdeploy.core.errors import (
     ReplicaNotFound,
 )
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.follow import STEPS, Following, must_be_cut
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement, Roll
 from fastdeploy.fleet.leader import GatewayLeadership
+from fastdeploy.fleet.peers import Peers
 from fastdeploy.fleet.rebuild import StateReport, rebuild, reference
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.roll import RollingChange
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
+from fastdeploy.fleet.view import NO_VIEW, FleetView, Views
 from fastdeploy.inter_communicator.known_messages import lacking
 from fastdeploy.inter_communicator.transport import Connector
 
@@ -38,11 +41,19 @@ JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Membership:
-    """The replicas of one gateway: it follows the launcher, leads every replica, and lets it join. changed: called
-    after each change of the members. connector: makes the connector to a replica's engine. state: of the fleet. hosts:
-    of replicas elsewhere."""
+    """The replicas of one gateway: it follows the launcher, leads every replica, and lets it join; or it follows the
+    gateway that leads, whose members are then its own. changed: called after each change of the members. connector:
+    makes the connector to a replica's engine. peers: the other gateways; None = there is none. state: of the fleet.
+    hosts: of replicas elsewhere. views: for the others, while this gateway leads. following: while another one does."""
 
-    def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, changed: Callable[[], None]):
+    def __init__(
+        self,
+        config: FleetConfig,
+        launcher: Launcher,
+        connector: MakeConnector,
+        changed: Callable[[], None],
+        peers: Peers | None = None,
+    ):
         self._config = config
         self._launcher = launcher
         self._connector = connector
@@ -53,7 +64,20 @@ class Membership:
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
-        self.leadership = GatewayLeadership(config, self.replicas, self.state, self._begin, self._renewed, self._end)
+        self._address = peers.endpoint if peers is not None else ""
+        self.views = Views(config, self._address, self.replicas, self.state, *([peers.probe] if peers else []))
+        self.following = Following(peers, config, self._apply, changed)
+        self._followed = NO_VIEW
+        self.leadership = GatewayLeadership(
+            config,
+            self.replicas,
+            self.state,
+            self._begin,
+            self._renewed,
+            self._end,
+            self._address,
+            self.following.follow,
+        )
         self.hosts = RemoteHosts(config)
         transfer = Transfer(self.hosts, config.fence_after_s)
         self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
@@ -107,6 +131,7 @@ class Membership:
 
     async def close(self) -> None:
         """Close all connections. The replicas run on, and their holds stand."""
+        self.following.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -204,16 +229,15 @@ class Membership:
         replica = self.replicas.get(placement.name)
         if replica is None:
             connector = self._connector(placement)
-            replica = Replica(placement, connector, self._config.stall_s, self._replica_changed, self._replica_lost)
+            stall_s, on = self._config.stall_s, (self._replica_changed, self._replica_lost)
+            replica = Replica(placement, connector, stall_s, *on, gateway=self._address)
             self.replicas[placement.name] = replica
             replica.client.start()
         elif placement != replica.placement:
             moved = placement.endpoint != replica.placement.endpoint
             replica.placement = placement
             if moved and replica not in self._restarts:
-                replica.advance(ReplicaEvent.FENCE, "it was started anew at another address")
-                replica.cut(replica.why)
-                self._restarts[replica] = self._spawn(self._reconnect(replica))
+                self._cut(replica, "it was started anew at another address")
 
     def _drop(self, replica: Replica, why: str) -> None:
         if self.replicas.get(replica.name) is not replica:
@@ -231,6 +255,12 @@ class Membership:
         if replica not in self._restarts:
             restart = partial(self._launcher.restart, why=why)
             self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, restart))
+
+    def _cut(self, replica: Replica, why: str) -> None:
+        """Cut a replica off, and connect to it again. Somebody else restarts it, if it must be."""
+        replica.advance(ReplicaEvent.FENCE, why)
+        replica.cut(why)
+        self._restarts[replica] = self._spawn(self._reconnect(replica))
 
     async def _restart_and_reconnect(self, replica: Replica, restart: Callable[[str], Awaitable[None]]) -> None:
         try:
@@ -253,6 +283,7 @@ class Membership:
     def _replica_changed(self, replica: Replica) -> None:
         if replica.state is ReplicaState.JOINING:
             self._begin_join(replica)
+            self._follow_view(replica)
         elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
             join.cancel()
         if not replica.in_quorum:
@@ -260,11 +291,15 @@ class Membership:
         if not self.quorum:
             self._joiner.profile = None  # all replicas may come back with another model
         self.leadership.replicas_changed()
+        self.views.changed()
         self._changed()
 
     def _replica_lost(self, replica: Replica, error: EngineError) -> None:
         if isinstance(error, EngineStalled):  # its process is there, so nobody else restarts it
-            self._restart(replica, error.message)
+            if self.following.leader:
+                self._cut(replica, error.message)
+            else:
+                self._restart(replica, error.message)
 
     def _begin_join(self, replica: Replica) -> None:
         if self.leadership.leads and replica not in self._joins:
@@ -317,7 +352,31 @@ class Membership:
 
     # ------------------------------------------------------------------ leadership
 
+    def _apply(self, view: FleetView) -> None:
+        """Take over the view of the gateway that leads."""
+        before, self._followed = self._followed, view
+        known = before.replicas if before.term == view.term else {}
+        self.state.follow(view.boot_id, view.adapters)
+        for name, replica in self.replicas.items():
+            now = view.replicas.get(name)
+            if now is not None:
+                replica.weight_epoch, replica.version, replica.drains = now.weight_epoch, now.version, now.drains
+            if must_be_cut(replica, known.get(name), now) and replica not in self._restarts:
+                self._cut(replica, "the gateway that leads has fenced or lost it")
+            self._follow_view(replica)
+        self._changed()
+
+    def _follow_view(self, replica: Replica) -> None:
+        """Bring a replica to the state that it has in the view of the gateway that leads, if there is one."""
+        now, welcome = self._followed.replicas.get(replica.name), replica.client.welcome
+        if self.leadership.leads or now is None or welcome is None or now.boot_id != welcome.boot_id:
+            return
+        for event in STEPS.get((replica.state, now.state), ()):
+            replica.advance(event)
+
     def _begin(self, reports: Sequence[StateReport]) -> None:
+        self._depose([replica for replica in self.replicas.values() if replica.in_quorum])
+        self._followed = NO_VIEW
         now = asyncio.get_running_loop().time()
         self.state.replace(rebuild(self.leadership.fleet, reports, now))
         serving = reference(self.leadership.fleet, reports)
@@ -325,17 +384,22 @@ class Membership:
         for replica in self.replicas.values():
             if replica.state is ReplicaState.JOINING:
                 self._begin_join(replica)
+        self.views.begin(self.leadership.term, {gateway for report in reports for gateway in report["gateways"]})
         self._changed()
 
     def _end(self, why: str) -> None:
+        self.views.end(why)
         for join in self._joins.values():
             join.cancel()
         self._joins.clear()
-        for replica in self.replicas.values():
-            if replica.in_quorum or replica.state is ReplicaState.JOINING:
-                replica.advance(ReplicaEvent.DEPOSED, why)
+        self._depose([r for r in self.replicas.values() if r.in_quorum or r.state is ReplicaState.JOINING], why)
         self.state.end_weight_sessions()
         self._changed()
+
+    def _depose(self, replicas: Sequence[Replica], why: str = "") -> None:
+        """Let replicas join again, with their connections and what runs there."""
+        for replica in replicas:
+            replica.advance(ReplicaEvent.DEPOSED, why)
 
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, without a call of this gateway. Learn

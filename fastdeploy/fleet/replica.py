@@ -75,8 +75,9 @@ class Replica:
     session's prefix that is found there, from 0 to 1, as measured. weight_epoch, version: of the weights that it
     serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last
     loss, fence or failed join. drains: whether it shall get no new requests, also when it has joined again.
-    changed(replica): called after each change of the state. lost(replica, error): called when its engine is lost, after
-    the change of the state and before its open requests fail.
+    lives: how often it was fenced or lost. gateway: see messages.Hello. changed(replica): called after each change of
+    the state. lost(replica, error): called when its engine is lost, after the change of the state and before its open
+    requests fail.
 
     blocked: whether it cannot join as it is, and a restart would not help. software, knows, cannot: version of this
     package at the engine, the messages that it knows, and what this gateway knows and it does not."""
@@ -88,6 +89,7 @@ class Replica:
         stall_s: float,
         changed: Callable[[Replica], None],
         lost: Callable[[Replica, EngineError], None] = lambda replica, error: None,
+        gateway: str = "",
     ):
         self.placement = placement
         self.state = ReplicaState.STARTING
@@ -104,6 +106,7 @@ class Replica:
         self.knows: Known = {}
         self.cannot: list[str] = []
         self.drains = False
+        self.lives = 0
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there
         self.idle.set()
@@ -111,6 +114,7 @@ class Replica:
         self._stall_s = stall_s
         self._changed = changed
         self._on_lost = lost
+        self._gateway = gateway
         self._life = 0
         self.client = self._new_client(connector)
 
@@ -142,6 +146,7 @@ class Replica:
         if why:
             self.why = why
         if before is not self.state:
+            self.lives += self.state is ReplicaState.FENCED
             level = logging.WARNING if self.state is ReplicaState.FENCED else logging.INFO
             logger.log(level, "replica %s: %s -> %s %s", self.name, before.value, self.state.value, why)
             self._changed(self)
@@ -178,7 +183,14 @@ class Replica:
                 self.advance(ReplicaEvent.LOST, error.message)
                 self._on_lost(self, error)
 
-        return EngineClient(connector, self._stall_s, kills_stalled=False, on_connected=connected, on_lost=lost)
+        return EngineClient(
+            connector,
+            self._stall_s,
+            kills_stalled=False,
+            on_connected=connected,
+            on_lost=lost,
+            gateway=self._gateway,
+        )
 
     def keep_report(self, report: dict[str, Any]) -> dict[str, Any]:
         """Keep the answer to LeadArgs or FleetStateArgs, and return it."""

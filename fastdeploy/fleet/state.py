@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from msgspec.structs import replace
 
 from fastdeploy.core.served_weights import CommittedState
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
@@ -207,6 +207,14 @@ class FleetState:
         self.changes = max(self.changes, other.changes)
         self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
+
+    def follow(self, boot_id: str, adapters: Mapping[str, int]) -> None:
+        """Take over what another gateway leads: the fleet with this boot id, and adapters by their adapter_epoch."""
+        self.boot_id = boot_id
+        if adapters != {name: adapter.epoch for name, adapter in self.adapters.items()}:
+            unread = {name: LoadAdapterArgs(name, FolderSource("")) for name in adapters}
+            entries = {name: FleetAdapter(unread[name], epoch, "") for name, epoch in adapters.items()}
+            self.adapter_calls = OverlappingCalls(entries)
 
     def end_weight_sessions(self) -> None:
         """Give up all open sessions, when another gateway leads."""

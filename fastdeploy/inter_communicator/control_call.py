@@ -17,12 +17,13 @@ class Args(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     one_member: a gateway lets one member answer for all. Otherwise it makes the call on all members and merges their
     answers. If the call does not only read, a member that refuses what another member has done is fenced. A call that
     a fleet makes in another way has a class of its own in fleet/calls.py. shows_replicas: the answer of a gateway has a
-    list "replicas"."""
+    list "replicas". gateways_only: a call between gateways, which no engine takes."""
 
     reads: ClassVar[bool] = False
     leader_only: ClassVar[bool] = True
     one_member: ClassVar[bool] = False
     shows_replicas: ClassVar[bool] = True
+    gateways_only: ClassVar[bool] = False
 
     def needs_leader(self) -> bool:
         """Return whether an engine of a fleet takes this call from its gateway only."""

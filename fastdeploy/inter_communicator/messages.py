@@ -18,6 +18,7 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.inter_communicator.control_call import Args
+from fastdeploy.inter_communicator.peer_calls import FollowArgs
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -38,10 +39,12 @@ from fastdeploy.inter_communicator.weight_calls import (
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """First message of each connection of a client. The engine answers Welcome. host: id of the client's machine; "" =
-    that of the engine. The engine cannot see whether a process of another machine lives."""
+    that of the engine. The engine cannot see whether a process of another machine lives. gateway: the client is a
+    gateway of a fleet, and other gateways reach it at this address; "" = it is none, or the only one."""
 
     pid: int
     host: str = ""
+    gateway: str = ""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -206,8 +209,8 @@ class LeadArgs(Args, frozen=True):
     fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused
     with NotLeader, which shows the term that is in force, if a higher term has led, if this term is another
     controller's, or if the lease of another controller still runs on a live connection. past_adapter_epoch: as in
-    FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. Reply: that of
-    FleetStateArgs."""
+    FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. gateway: as in Hello. Reply:
+    that of FleetStateArgs."""
 
     leader_only = False
 
@@ -216,16 +219,18 @@ class LeadArgs(Args, frozen=True):
     term: int
     lease_s: float
     past_adapter_epoch: int = 0
+    gateway: str = ""
 
 
 class FleetStateArgs(Args, frozen=True):
     """The question for the engine's state. Reply: all that a gateway needs to build the state of its fleet anew:
-    {"fleet", "controller", "term", "boot_id", the fields of CommittedState (core/served_weights.py), "phase",
-    "is_paused", "rejecting_new_requests", "holds": [as in PauseStatusArgs, of all scopes], "adapters": [as in
-    AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to this number is given to a name that is not loaded,
-    "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running", "waiting": numbers of
-    choices, "available_gpu_block_num", "max_num_seqs", "last_change": [term, number] of the last change that came (see
-    Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has led."""
+    {"fleet", "controller", "term", "leader": address of the gateway that leads ("" if it is not connected, or has
+    none), "gateways": addresses of all that are connected, "boot_id", the fields of CommittedState
+    (core/served_weights.py), "phase", "is_paused", "rejecting_new_requests", "holds": [as in PauseStatusArgs, of all
+    scopes], "adapters": [as in AdaptersArgs], "past_adapter_epoch": no adapter_epoch up to this number is given to a
+    name that is not loaded, "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running",
+    "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs", "last_change": [term, number] of the last
+    change that came (see Call.change)}. "fleet" is "" and "term" 0 as long as no gateway has led."""
 
     reads = True
 

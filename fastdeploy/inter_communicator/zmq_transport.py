@@ -52,7 +52,7 @@ _encoder = msgspec.msgpack.Encoder()
 class ZmqRouterTransport:
     """The engine's end (see transport.Transport). Bytes that are no message are logged. See Malformed.
 
-    endpoint: a unix socket. fleet_endpoint: a second address, for gateways: "" = none, "ipc://..." or
+    endpoint: a unix socket, or "" = none. fleet_endpoint: a second address, for gateways: "" = none, "ipc://..." or
     "tcp://host:port"; port 0 = any free one. secret: the fleet key, which TCP needs (see fleet_key.py); raises
     InvalidField without it, and ZMQError if an address cannot be used."""
 
@@ -64,7 +64,8 @@ class ZmqRouterTransport:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._limit: ConnectionLimit | None = None
         try:
-            self._socket.bind(endpoint)
+            if endpoint:
+                self._socket.bind(endpoint)
             self.fleet_endpoint = self._listen_for_gateways(fleet_endpoint, secret)
         except zmq.ZMQError:
             self.close()

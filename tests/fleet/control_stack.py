@@ -41,6 +41,9 @@ class Members:
     def quorum(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.in_quorum]
 
+    def require_known(self, message: object) -> None:
+        """All engines know all messages."""
+
     def fence(self, replica: Replica, why: str) -> None:
         self.fenced[replica.name] = why
         replica.advance(ReplicaEvent.FENCE, why)

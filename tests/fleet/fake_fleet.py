@@ -24,6 +24,7 @@ from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher, WithoutRoll
+from fastdeploy.fleet.peers import PeerLink
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
@@ -185,11 +186,16 @@ class ThreadLauncher(WithoutRoll):
 
 
 class FakeGateway:
-    """A gateway at ``url``. config: of it. make_launcher: makes its launcher."""
+    """A gateway at ``url``. config: of it. make_launcher: makes its launcher. make_link: to the other gateways."""
 
-    def __init__(self, config: FleetConfig, make_launcher: Callable[[], Launcher]):
+    def __init__(
+        self,
+        config: FleetConfig,
+        make_launcher: Callable[[], Launcher],
+        make_link: Callable[[], PeerLink | None] = lambda: None,
+    ):
         self.config = config
-        self._make_launcher = make_launcher
+        self._make_launcher, self._make_link = make_launcher, make_link
         self.start_gateway()
 
     def start_gateway(self) -> None:
@@ -206,7 +212,7 @@ class FakeGateway:
 
         async def serve() -> None:
             connector = lambda placement: ZmqConnector(placement.endpoint)  # noqa: E731
-            self.client = FleetClient(self.config, self._make_launcher(), connector)
+            self.client = FleetClient(self.config, self._make_launcher(), connector, link=self._make_link())
             config = ServeConfig(model="fake", served_model_name="tiny", keepalive_s=0.2, model_roots=("/",))
             self._uvicorn = make_server(self.client, None, config)
             self.loop = asyncio.get_running_loop()

@@ -22,10 +22,12 @@ DEAD_OR_STOPPED = "ZXxTt"  # of the states in man 5 proc: zombie, dead, stopped 
 
 
 class ClientProcess(NamedTuple):
-    """The process of a client. here: whether it runs on this machine, so that its state can be looked up by ``pid``."""
+    """The process of a client. here: whether it runs on this machine, so that its state can be looked up by ``pid``.
+    gateway: see messages.Hello."""
 
     pid: int
     here: bool
+    gateway: str = ""
 
 
 class SilentClients(NamedTuple):
@@ -194,7 +196,7 @@ class Delivery:
         run. Nothing is known about processes of other machines."""
         silent = SilentClients([], [])
         for client in list(fence.unacknowledged):
-            pid, here = self.clients[client]
+            pid, here, _ = self.clients[client]
             if spare_running and here and self._runs(pid):
                 log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
                 silent.slow.append(pid)

@@ -32,6 +32,8 @@ def fleet_state(parts: EngineParts) -> dict[str, Any]:
     pause, gateway_lease = scopes.whole_pause, parts.gateway_lease
     return {
         **gateway_lease.describe(),
+        "leader": gateway_lease.leader,
+        "gateways": sorted({client.gateway for client in parts.delivery.clients.values() if client.gateway}),
         "last_change": list(gateway_lease.last_change),
         **scopes.whole.weights_label(),
         **parts.switch.committed()._asdict(),

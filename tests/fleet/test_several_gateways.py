@@ -1,0 +1,101 @@
+"""Several gateways on the same engines: one leads, the others follow it, and all answer alike."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from e2e.server import until
+from fleet.gateways import Gateways, gateway_processes, gateways
+from support.fake_runner import expected_tokens
+
+BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Gateways]:
+    with gateways(2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(shared: Gateways) -> Gateways:
+    for door in shared.doors:
+        door.wait_members(2)
+    return shared
+
+
+def test_every_gateway_answers_requests(fleet):
+    for door in fleet.doors:
+        reply = door.http.post("/v1/completions", json=BODY)
+        assert reply.json()["choices"][0]["token_ids"] == expected_tokens([3, 4], 5), reply.text
+        assert door.http.get("/health").status_code == 200
+
+
+def test_a_control_call_at_a_gateway_that_follows_is_made_by_the_one_that_leads(fleet):
+    report = fleet.follower.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"})
+    assert report.status_code == 200, report.text
+    assert {entry["status"] for entry in report.json()["result"]["replicas"]} == {"done"}
+    assert fleet.holds() == [["trainer"]] * 2
+    assert set(fleet.leader.client.membership.state.holds) == {("engine", "trainer")}
+    for door in fleet.doors:
+        assert door.http.get("/v1/is_paused").json()["result"]["is_paused"]
+    refusal = fleet.follower.http.post("/v1/renew", json={"hold_id": "nobody", "ttl_s": 5})
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (404, "hold_not_found"), refusal.text
+    assert fleet.leader.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200
+    assert fleet.holds() == [[], []]
+
+
+@pytest.mark.slow
+def test_when_the_process_that_leads_dies_a_living_one_leads_and_nothing_is_lost():
+    with gateway_processes(2, 2, runner={"step_s": 0.02}) as fleet:
+        first, (second,) = fleet.leader, fleet.followers
+        assert first.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"}).status_code == 200
+        assert first.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200
+        tokens = []
+        begun = threading.Event()
+
+        def stream() -> None:
+            body = {**BODY, "max_tokens": 60, "stream": True}
+            with second.http.stream("POST", "/v1/completions", json=body) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        tokens.extend(json.loads(line[6:])["choices"][0]["token_ids"] or ())
+                        begun.set()
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        assert begun.wait(20)
+        assert second.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"}).status_code == 200
+        assert fleet.holds() == [["trainer"]] * 2
+        first.kill()
+        reply = httpx.post(second.url + "/v1/resume", json={"hold_id": "trainer"}, timeout=30)
+        assert reply.status_code == 200 and reply.json()["result"]["released"] == ["trainer"], reply.text
+        assert fleet.holds() == [[], []]
+        reader.join(30)
+        assert tokens == expected_tokens([3, 4], 60)
+        assert fleet.leader is second
+        first.start()
+        fleet.wait(lambda: first.members() == 2, "the killed one follows")
+        assert first.http.post("/v1/pause", json={"mode": "keep", "hold_id": "again"}).status_code == 200
+        assert fleet.holds() == [["again"]] * 2
+
+
+@pytest.mark.slow
+def test_when_the_gateway_that_leads_hangs_another_one_leads_and_it_follows_afterwards():
+    with gateway_processes(2, 2) as fleet:
+        first, (second,) = fleet.leader, fleet.followers
+        first.signal(signal.SIGSTOP)
+        # The call that reached the one that hangs fails: nobody knows whether it was made.
+        pause = lambda: second.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"})  # noqa: E731
+        until(lambda: pause().status_code == 200, 20, "another one leads")
+        assert fleet.leader is second
+        first.signal(signal.SIGCONT)
+        fleet.wait(lambda: first.members() == 2, "the other one follows")
+        until(lambda: first.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200, 20, "forwarded")
+        assert fleet.holds() == [[], []]
