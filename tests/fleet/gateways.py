@@ -18,8 +18,8 @@ import uvloop
 
 from e2e.server import until
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.listener import bind
 from fastdeploy.entrypoints.api_server import make_server
-from fastdeploy.entrypoints.process_tree import bind
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher
