@@ -16,6 +16,7 @@ from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.process import VERSION
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.dispatch import Dispatcher, Lookups
@@ -316,6 +317,10 @@ class FleetClient:
             return await self._make(args)
         finally:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
+
+    def sending_early(self, path: str, nbytes: int) -> AbstractAsyncContextManager[GrowingFile | None]:
+        """Send an upload to other hosts while it is received. See FleetControl."""
+        return self._control.sending_early(path, nbytes)
 
     def remote_export(self, tensors: Sequence[str]) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, NotLeader, from_wire
-from fastdeploy.core.weight_source import FolderSource, Source
+from fastdeploy.core.files import open_regular
+from fastdeploy.core.weight_source import FileSource, FolderSource, Source
 from fastdeploy.fleet.call import Context
 from fastdeploy.fleet.calls import call_for
+from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.membership import Membership
-from fastdeploy.fleet.remote import is_remote, must_send
+from fastdeploy.fleet.remote import EarlySending, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.inter_communicator import messages as m
@@ -37,6 +40,7 @@ class FleetControl:
         self.state = membership.state
         self._end_requests = end_requests
         self._runs: dict[RunningCall, None] = {}
+        self._early: dict[Source, EarlySending] = {}
         self._sleeping = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -91,18 +95,40 @@ class FleetControl:
                 call = self._start(args, await self._stage(source, files))
             return await call
 
+    @contextlib.asynccontextmanager
+    async def sending_early(self, path: str, nbytes: int) -> AsyncIterator[GrowingFile | None]:
+        """Send an upload of ``nbytes`` bytes to the other hosts while the block receives it into the file ``path``, for
+        the call that names it as its source, and is made in the block. Yield the file, which the block tells what is
+        written; None = nobody needs it elsewhere."""
+        source = FileSource(path)
+        remote = [replica for replica in self._membership.quorum if must_send(replica, source)]
+        if not remote or not self._membership.leadership.leads:
+            yield None
+            return
+        fd = open_regular(path)
+        content = GrowingFile(fd, nbytes)
+        self._early[source] = EarlySending(self._membership.hosts, remote, content)
+        try:
+            yield content
+        finally:
+            await self._early.pop(source).close()
+            os.close(fd)
+
     async def _stage(self, source: Source, files: contextlib.AsyncExitStack) -> dict[str, Source]:
         remote = [replica for replica in self._membership.quorum if must_send(replica, source)]
-        staged = [self._membership.hosts.staged(replica, source) for replica in remote]
-        outcomes = await asyncio.gather(*map(_entered, staged), return_exceptions=True)
-        sources, refusal = {}, None
-        for replica, cm, outcome in zip(remote, staged, outcomes, strict=True):
+        early = self._early.get(source)
+        outcomes = await early.outcomes(remote) if early is not None else {}
+        if missing := [replica for replica in remote if replica.name not in outcomes]:
+            outcomes |= await files.enter_async_context(self._membership.hosts.staged(missing, source))
+        sources: dict[str, Source] = {}
+        refusal = None
+        for replica in remote:
+            outcome = outcomes[replica.name]
             if isinstance(outcome, EngineError):
                 self.fence(replica, outcome.message)
-            elif isinstance(outcome, BaseException):
+            elif isinstance(outcome, FastDeployError):
                 refusal = refusal or outcome
             else:
-                files.push_async_exit(cm.__aexit__)
                 sources[replica.name] = outcome
         if refusal is not None:
             raise refusal
@@ -188,7 +214,3 @@ class FleetControl:
             except FastDeployError:  # no member has the session, or there is no member
                 continue
         self.rearm()
-
-
-async def _entered(context: contextlib.AbstractAsyncContextManager[Source]) -> Source:
-    return await context.__aenter__()

@@ -1,42 +1,44 @@
 """Replicas on other hosts: the bytes of weights go to them and come from them over HTTP, through their API servers.
 
 The engine of a replica reads files of its own host only. So a source that is a file or shared memory of the gateway's
-host is sent into a file of the replica's host, which is there until the call on the fleet has ended. A folder is not
-sent: it must have the same path on all hosts, so it lies on a file system that they share.
+host is sent into a file of each other host (fleet/chain.py), which is there until the call on the fleet has ended. A
+folder is not sent: it must have the same path on all hosts, so it lies on a file system that they share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastdeploy.core.early_reply import EarlyReply
-from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
+from fastdeploy.core.errors import EngineDead, FastDeployError
 from fastdeploy.core.files import open_regular
 from fastdeploy.core.process import host_id
 from fastdeploy.core.weight_source import (
     ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
     FileSource,
     FolderSource,
     SharedMemorySource,
     Source,
     SourcePolicy,
 )
+from fastdeploy.fleet.chain import MOST_BYTES, SEND, GrowingFile, Hop, HostCalls, Reserved, first_line, new_http
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
 
 if TYPE_CHECKING:
     import httpx
 
-PIECE_BYTES = 1 << 20
-READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
-SPOOL, PART, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
-ADAPTER_EXPORT = "/v1/adapters/export"
+logger = logging.getLogger(__name__)
+READ_TIMEOUT_S = 300.0  # for an export, which the engine writes first
+EXPORT, ADAPTER_EXPORT = "/v1/weights/export", "/v1/adapters/export"
+Outcomes = dict[str, FileSource | FastDeployError]  # by the name of a replica: what its engine can read, or why not
 
 
 def is_remote(replica: Replica) -> bool:
@@ -50,46 +52,134 @@ def must_send(replica: Replica, source: Source) -> bool:
 
 
 class RemoteHosts:
-    """HTTP calls to the API servers of replicas. All of them raise EngineDead if the API server cannot be reached, or
-    sends nothing for too long, and otherwise the error it answered with."""
+    """The files of replicas on other hosts. All errors about a replica are those of HostCalls."""
 
     def __init__(self, config: FleetConfig):
-        import httpx  # slow to import: at the start of a gateway, and never in an API server of one engine
-
         self._policy = SourcePolicy(config.model_roots, "")
         self._silence_s = max(config.fence_after_s, config.stall_s)
         headers = {"Authorization": f"Bearer {config.replica_key}"} if config.replica_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # EarlyReply needs new connections
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self._http = new_http()
+        self._calls = HostCalls(self._http, headers, self._silence_s)
 
     async def close(self) -> None:
         await self._http.aclose()
 
+    # ------------------------------------------------------------------ from this host
+
     @contextlib.asynccontextmanager
-    async def staged(self, replica: Replica, source: Source) -> AsyncIterator[Source]:
-        """Send the content of a source to the replica's host. Yield the source that its engine can read while the
-        block runs. Raises InvalidField for shared memory that is not allowed as a source, see also the class."""
+    async def staged(self, replicas: Sequence[Replica], source: Source) -> AsyncIterator[Outcomes]:
+        """Send the content of a source to the hosts of ``replicas``. Yield the outcomes. The files are there while the
+        block runs. Raises InvalidField for shared memory that is not allowed as a source, and OSError."""
         assert not isinstance(source, FolderSource), "a folder is not sent"
-        self._policy_check(source)
-        with _opened(source) as (fd, nbytes):
-            async with self._spooled(replica, _pieces(fd, nbytes), {"Content-Length": str(nbytes)}) as path:
-                yield FileSource(path)
+        if isinstance(source, SharedMemorySource):  # the replica's engine only sees a file
+            self._policy.check(source)
+        fd = open_regular(source.file)
+        try:
+            nbytes = source.nbytes or os.fstat(fd).st_size
+            async with self.sent(replicas, GrowingFile(fd, nbytes, written=nbytes)) as outcomes:
+                yield outcomes
+        finally:
+            os.close(fd)
 
     @contextlib.asynccontextmanager
-    async def passed_on(self, replica: Replica, export: httpx.Response) -> AsyncIterator[FileSource]:
-        """Send the body of an export to a file on the replica's host, as it comes. Yield the file, which is there while
-        the block runs."""
-        async with self._spooled(replica, export.aiter_bytes(PIECE_BYTES), _length_of(export)) as path:
-            yield FileSource(path)
+    async def sent(self, replicas: Sequence[Replica], content: GrowingFile) -> AsyncIterator[Outcomes]:
+        """Send ``content``, which may still be written, as :meth:`staged` does."""
+        async with contextlib.AsyncExitStack() as files:
+            outcomes: Outcomes = {}
+            by_host: dict[str, list[Replica]] = {}
+            for replica in replicas:
+                by_host.setdefault(replica.placement.host, []).append(replica)
+            reserving = (self._reserve(on_host, content.nbytes, files, outcomes) for on_host in by_host.values())
+            groups = [group for on_host in await asyncio.gather(*reserving) for group in on_host]
+            outcomes |= await self._fill(groups, content)
+            yield outcomes
+
+    async def _reserve(
+        self, replicas: Iterable[Replica], nbytes: int, files: contextlib.AsyncExitStack, outcomes: Outcomes
+    ) -> list[list[Hop]]:
+        """Make files on one host, which are there until ``files`` is closed. Return the hops to each file, one for each
+        replica that shares the file. outcomes: gets the errors."""
+        groups: list[list[Hop]] = []
+        for replica in replicas:
+            name, url, like = replica.name, replica.placement.url, groups[0][0].path if groups else ""
+            try:
+                file = await files.enter_async_context(self._calls.reserved(name, url, nbytes, like))
+            except FastDeployError as error:
+                outcomes[name] = error
+                continue
+            hop = Hop(name, url, file.path)
+            if file.is_link:
+                groups[0].append(hop)
+            else:
+                groups.append([hop])
+        return groups
+
+    async def _fill(self, groups: Sequence[list[Hop]], content: GrowingFile) -> Outcomes:
+        """Send ``content`` along a chain of one hop of each group. That a host has not reached the next one may be no
+        fault of the next one, so this host tries that itself, and decides."""
+        doubtful, errors, again = set[str](), dict[str, FastDeployError](), False
+        todo = [group[0] for group in groups]
+        while todo:
+            head, *behind = todo
+            try:
+                passed = await self._calls.send(content, head, behind, again)
+            except FastDeployError as error:
+                errors[head.name], todo = error, behind
+            else:
+                for failure in passed.failed:
+                    logger.warning("weights were not passed on from host to host: %s", failure.message)
+                doubtful.update(failure.name for failure in passed.failed)
+                todo = [hop for hop in behind if hop.name in passed.untried]
+            again = True
+        # A group of one hop that failed here is lost. Other replicas of the group may still reach their file.
+        tries = [hop for group in groups if group[0].name in doubtful for hop in group]
+        tries += [hop for group in groups if group[0].name in errors for hop in group[1:]]
+        results = await asyncio.gather(*(self._send_alone(content, hop) for hop in tries))
+        errors |= {hop.name: error for hop, error in zip(tries, results, strict=True) if error is not None}
+        return {hop.name: errors.get(hop.name, FileSource(hop.path)) for group in groups for hop in group}
+
+    async def _send_alone(self, content: GrowingFile, hop: Hop) -> FastDeployError | None:
+        try:
+            await self._calls.send(content, hop, (), again=True)
+        except FastDeployError as error:
+            return error
+        return None
+
+    # ------------------------------------------------------------------ from another host
 
     @contextlib.asynccontextmanager
-    async def _spooled(
-        self, replica: Replica, body: AsyncIterator[bytes], length: dict[str, str]
-    ) -> AsyncIterator[str]:
-        headers = {"Content-Type": "application/octet-stream"} | length
-        async with self._reply(replica, "POST", SPOOL, body, headers=headers) as reply:
+    async def copied(self, owner: Replica, replica: Replica, lora_name: str | None = None) -> AsyncIterator[FileSource]:
+        """Copy the weights that ``owner`` serves, or the tensors of its adapter ``lora_name``, to a file on the host of
+        ``replica``. Yield the file, which is there while the block runs. The bytes go from host to host; if that fails,
+        through this process as they come."""
+        async with contextlib.AsyncExitStack() as files:
+            file = None
+            if is_remote(replica):  # perhaps nobody else can use the address of a replica on this host
+                try:
+                    file = await files.enter_async_context(self._sent_by(owner, replica, lora_name))
+                except FastDeployError as error:
+                    logger.info("weights pass through the gateway, since another way failed: %s", error)
+            if file is None:
+                file = await files.enter_async_context(self._passed_through(owner, replica, lora_name))
+            yield FileSource(file.path)
+
+    @contextlib.asynccontextmanager
+    async def _sent_by(self, owner: Replica, replica: Replica, lora_name: str | None) -> AsyncIterator[Reserved]:
+        to = {"name": replica.name, "url": replica.placement.url}
+        body = {"lora_name": lora_name, "to": to, "silence_s": self._silence_s}
+        async with self._calls.reply(owner.name, owner.placement.url, "POST", SEND, json=body) as reply:
             pieces = reply.aiter_bytes()  # its end closes the connection, so it must live as long as the block
-            yield await _first_path(replica, pieces)
+            yield await first_line(owner.name, pieces, Reserved)
+
+    @contextlib.asynccontextmanager
+    async def _passed_through(self, owner: Replica, replica: Replica, lora_name: str | None) -> AsyncIterator[Reserved]:
+        export = self.exported(owner) if lora_name is None else self.exported_adapter(owner, lora_name, ADAPTER_TENSORS)
+        async with export as tensors:
+            nbytes = int(tensors.headers["Content-Length"])
+            async with self._calls.reserved(replica.name, replica.placement.url, nbytes) as file:
+                hop = Hop(replica.name, replica.placement.url, file.path)
+                await self._calls.send_pieces(tensors.aiter_bytes(MOST_BYTES), nbytes, hop)
+                yield file
 
     async def adapter_config(self, replica: Replica, lora_name: str) -> dict[str, Any]:
         """Return the content of adapter_config.json of the copy that the replica's engine keeps."""
@@ -103,99 +193,54 @@ class RemoteHosts:
     @contextlib.asynccontextmanager
     async def exported_adapter(self, replica: Replica, lora_name: str, file: str) -> AsyncIterator[httpx.Response]:
         """Yield the answer to GET /v1/adapters/export, whose body is not received yet."""
-        params = {"lora_name": lora_name, "file": file}
-        async with self._reply(replica, "GET", ADAPTER_EXPORT, silence_s=READ_TIMEOUT_S, params=params) as reply:
+        async with self._get(replica, ADAPTER_EXPORT, {"lora_name": lora_name, "file": file}) as reply:
             yield reply
 
     @contextlib.asynccontextmanager
     async def exported(self, replica: Replica, tensors: Sequence[str] = ()) -> AsyncIterator[httpx.Response]:
         """Yield the answer to GET /v1/weights/export, whose body is not received yet. tensors: names; none = all."""
-        params = {"tensors": list(tensors)}
-        async with self._reply(replica, "GET", EXPORT, silence_s=READ_TIMEOUT_S, params=params) as reply:
+        async with self._get(replica, EXPORT, {"tensors": list(tensors)}) as reply:
             yield reply
 
-    async def add_part(self, replica: Replica, session: str, weights: httpx.Response) -> None:
-        """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
-        headers = {"Content-Type": "application/octet-stream"} | _length_of(weights)
-        body, params = weights.aiter_bytes(PIECE_BYTES), {"session_id": session}
-        sent = self._reply(replica, "POST", PART, body, silence_s=READ_TIMEOUT_S, params=params, headers=headers)
-        async with sent as reply:
-            await reply.aread()
+    def _get(
+        self, replica: Replica, path: str, params: dict[str, Any]
+    ) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+        url = replica.placement.url
+        return self._calls.reply(replica.name, url, "GET", path, silence_s=READ_TIMEOUT_S, params=params)
 
-    def _policy_check(self, source: Source) -> None:
-        if isinstance(source, SharedMemorySource):  # the replica's engine only sees a file
-            self._policy.check(source)
 
-    @contextlib.asynccontextmanager
-    async def _reply(
-        self,
-        replica: Replica,
-        method: str,
-        path: str,
-        body: AsyncIterator[bytes] | None = None,
-        silence_s: float | None = None,
-        **options: Any,
-    ) -> AsyncIterator[httpx.Response]:
-        import httpx
+class EarlySending:
+    """The sending of one file to replicas on other hosts, while this host still receives the file. Its files are there
+    until :meth:`close`."""
 
-        if body is not None:
-            early = EarlyReply()
-            options |= {"content": early.body(body), "extensions": early.extensions}
-        timeout = httpx.Timeout(self._silence_s, read=silence_s or self._silence_s)
-        url = replica.placement.url + path
+    def __init__(self, hosts: RemoteHosts, replicas: Sequence[Replica], content: GrowingFile):
+        self._boots = {replica.name: _boot_id(replica) for replica in replicas}
+        self._outcomes: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        self._outcomes.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._task = asyncio.create_task(self._run(hosts, replicas, content))
+
+    async def _run(self, hosts: RemoteHosts, replicas: Sequence[Replica], content: GrowingFile) -> None:
         try:
-            async with self._http.stream(method, url, timeout=timeout, **options) as reply:
-                if reply.status_code != 200:
-                    raise _error(replica, reply.status_code, await reply.aread())
-                yield reply
-        except httpx.HTTPError as error:
-            why = f"its API server at {replica.placement.url} failed: {type(error).__name__} {error}".rstrip()
-            raise EngineDead(f"replica {replica.name}: {why}") from error
+            async with hosts.sent(replicas, content) as outcomes:
+                self._outcomes.set_result(outcomes)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if self._outcomes.done():
+                raise
+            self._outcomes.set_exception(error)
+
+    async def outcomes(self, replicas: Sequence[Replica]) -> Outcomes:
+        """Return the outcomes for those of ``replicas`` that are the same engines still."""
+        all_outcomes = await asyncio.shield(self._outcomes)
+        same = {replica.name for replica in replicas if self._boots.get(replica.name) == _boot_id(replica)}
+        return {name: outcome for name, outcome in all_outcomes.items() if name in same}
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._outcomes.cancel()
 
 
-def _length_of(reply: httpx.Response) -> dict[str, str]:
-    length = reply.headers.get("Content-Length")
-    return {} if length is None else {"Content-Length": length}
-
-
-def _error(replica: Replica, status: int, body: bytes) -> FastDeployError:
-    """Return the error that an API server answered."""
-    try:
-        detail = msgspec.json.decode(body)["error"]
-        code, message = str(detail.pop("code")), str(detail.pop("message"))
-    except (msgspec.DecodeError, TypeError, KeyError):
-        return EngineDead(f"replica {replica.name}: {replica.placement.url} answered with status {status}")
-    return from_wire(code, f"replica {replica.name}: {message}", {})
-
-
-async def _first_path(replica: Replica, pieces: AsyncIterator[bytes]) -> str:
-    """Return the path in the first line of an answer to SPOOL. The answer goes on."""
-    line, ended = b"", False
-    while not ended and (piece := await anext(pieces, b"")):
-        line += piece
-        line, ended = line.split(b"\n", 1)[0], b"\n" in line
-    try:
-        path: str = msgspec.json.decode(line)["path"]
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise EngineDead(f"replica {replica.name}: {replica.placement.url} has not named its file") from error
-    return path
-
-
-@contextlib.contextmanager
-def _opened(source: FileSource | SharedMemorySource) -> Iterator[tuple[int, int]]:
-    """Yield the descriptor and the number of bytes of the content. Raises OSError."""
-    fd = open_regular(source.file)
-    try:
-        yield fd, source.nbytes or os.fstat(fd).st_size
-    finally:
-        os.close(fd)
-
-
-async def _pieces(fd: int, nbytes: int) -> AsyncIterator[bytes]:
-    offset = 0
-    while offset < nbytes:
-        piece = await asyncio.to_thread(os.pread, fd, min(nbytes - offset, PIECE_BYTES), offset)
-        if not piece:
-            raise EOFError(f"a source of weights ends {nbytes - offset} bytes too early")
-        yield piece
-        offset += len(piece)
+def _boot_id(replica: Replica) -> str:
+    welcome = replica.client.welcome
+    return "" if welcome is None else welcome.boot_id

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
 from fastdeploy.core.process import host_id
-from fastdeploy.core.weight_source import ADAPTER_TENSORS, FileSource, FolderSource, Source
+from fastdeploy.core.weight_source import FileSource, FolderSource, Source
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetAdapter, FleetState
@@ -75,8 +75,8 @@ class Transfer:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             return
-        async with self._hosts.exported(peer) as weights:
-            await self._hosts.add_part(replica, session, weights)
+        async with self._hosts.copied(peer, replica) as source:
+            await self._part(replica, session, source)
 
     # ------------------------------------------------------------------ adapters
 
@@ -118,8 +118,7 @@ class Transfer:
     ) -> AsyncIterator[m.LoadAdapterArgs]:
         """Send the copy of ``other`` to a file on the replica's host. Yield the load of this file."""
         config = await self._hosts.adapter_config(other, args.lora_name)
-        tensors = self._hosts.exported_adapter(other, args.lora_name, ADAPTER_TENSORS)
-        async with tensors as reply, self._hosts.passed_on(replica, reply) as source:
+        async with self._hosts.copied(other, replica, args.lora_name) as source:
             yield replace(args, source=source, config=config)
 
 

@@ -35,7 +35,8 @@ from fastdeploy.http.dialects.sglang.routes import sglang_router
 from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
 from fastdeploy.http.errors import add_error_handlers, error_response, json_response
-from fastdeploy.http.fleet.routes import fleet_router, spool_router
+from fastdeploy.http.fleet.routes import fleet_router
+from fastdeploy.http.fleet.spool import spool_router
 from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget

@@ -17,6 +17,8 @@ from fastapi import Request
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.weight_source import FileSource
+from fastdeploy.fleet.chain import LEAST_BYTES, GrowingFile
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.body_receiver import BodyReceiver
 from fastdeploy.http.upload_files import UploadFile
@@ -74,17 +76,24 @@ async def upload_update(
 
 
 @contextlib.asynccontextmanager
-async def spooled_upload(request: Request, context: ServingContext, keep: bool = True) -> AsyncIterator[FileSource]:
-    """Keep the body of an admitted upload in a file while the block runs. keep: see UploadFiles.file. Raises
-    InvalidField for an empty body, OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""
-    expected = int(request.headers.get("content-length", context.config.max_upload_mb << 20))
-    with context.upload_files.file(expected, keep) as file:
+async def spooled_upload(request: Request, context: ServingContext) -> AsyncIterator[FileSource]:
+    """Keep the body of an admitted upload in a file while the block runs. A gateway sends the body to replicas on other
+    hosts as it comes. Raises InvalidField for an empty body, OutOfSpace for a full disk, and RequestTooLarge beyond
+    --max-upload-mb."""
+    expected, client = int(request.headers.get("content-length", context.config.max_upload_mb << 20)), context.client
+    with context.upload_files.file(expected) as file:
         if (receiver := BodyReceiver.of(request)) is None:
             await _write_body(request, file)
-        else:
-            await (_map_body if file.in_memory else _receive_body)(receiver, file, expected)
+            yield FileSource(file.path)
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            content = None
+            if isinstance(client, FleetClient):
+                content = await stack.enter_async_context(client.sending_early(file.path, expected))
+            receive = _map_body if file.in_memory else _receive_body
+            await receive(receiver, file, expected, content)
             await request.receive()  # tells the middleware that the body is complete
-        yield FileSource(file.path)
+            yield FileSource(file.path)
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +101,7 @@ async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[F
     """Keep ``data`` in a file while the block runs, as :func:`spooled_upload` does."""
     with context.upload_files.file(len(data)) as file:
         file.resize(len(data))
-        await _on_thread(file.write, 0, data)
+        await on_thread(file.write, 0, data)
         yield FileSource(file.path)
 
 
@@ -101,23 +110,29 @@ async def _abort(client: ServingClient, session_id: str) -> None:
         await client.call(m.AbortUpdateArgs(session_id))
 
 
-async def _map_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
+async def _map_body(receiver: BodyReceiver, file: UploadFile, nbytes: int, content: GrowingFile | None) -> None:
     """Receive a long body straight into shared memory. Pages are allocated only shortly before the bytes come, as a
-    client may send less than it has declared."""
+    client may send less than it has declared. content: is told what is written."""
     memory = file.map(nbytes)
     for first in range(0, nbytes, WINDOW_BYTES):
         window = memory[first : first + WINDOW_BYTES]
         if (end := first + len(window)) > file.allocated:
-            await _on_thread(file.allocate, end)
-        await receiver.into(window)
+            await on_thread(file.allocate, end)
+        at_once = len(window) if content is None else LEAST_BYTES
+        for start in range(0, len(window), at_once):
+            count = await receiver.into(window[start : start + at_once])
+            if content is not None:
+                content.advance(count)
 
 
-async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int) -> None:
-    """Receive a long body, and write it to a disk."""
-    buffer, offset = memoryview(bytearray(min(nbytes, BATCH_BYTES))), 0
+async def _receive_body(receiver: BodyReceiver, file: UploadFile, nbytes: int, content: GrowingFile | None) -> None:
+    """Receive a long body, and write it to a disk. content: is told what is written."""
+    buffer, offset = memoryview(bytearray(min(nbytes, BATCH_BYTES if content is None else LEAST_BYTES))), 0
     while count := await receiver.into(buffer):
-        await _on_thread(file.write, offset, buffer[:count])
+        await on_thread(file.write, offset, buffer[:count])
         offset += count
+        if content is not None:
+            content.advance(count)
 
 
 async def _write_body(request: Request, file: UploadFile) -> None:
@@ -126,10 +141,10 @@ async def _write_body(request: Request, file: UploadFile) -> None:
     async for part in request.stream():
         batch += part
         if len(batch) >= BATCH_BYTES:
-            await _on_thread(file.write, size, batch)
+            await on_thread(file.write, size, batch)
             size += len(batch)
             batch = bytearray()
-    await _on_thread(file.write, size, batch)
+    await on_thread(file.write, size, batch)
     file.resize(size + len(batch))
     if not size + len(batch):
         raise InvalidField("body", "expected the bytes of a safetensors file")
@@ -153,7 +168,7 @@ async def _renewed_lease(client: ServingClient, check: m.CheckUpdateArgs, lease_
             renewing.cancel()
 
 
-async def _on_thread(work: Callable[..., Result], *args: Any) -> Result:
+async def on_thread(work: Callable[..., Result], *args: Any) -> Result:
     """Call ``work`` on a thread. If this coroutine is cancelled, it waits for the end of the work: the caller closes
     the file then."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *args))

@@ -38,7 +38,7 @@ class UploadFile:
         self.allocated = 0
         self._path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
         self._mapped: mmap.mmap | None = None
-        with self._out_of_space():
+        with out_of_space(self.folder):
             self._file = new_locked_file(self._path, 0o600)
 
     @property
@@ -56,17 +56,14 @@ class UploadFile:
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write all of ``data``. Raises OutOfSpace if the file system is full; then a part may be written."""
-        rest = memoryview(data)
-        with self._out_of_space():
-            while rest:
-                count = os.pwrite(self._file.fileno(), rest, offset)
-                rest, offset = rest[count:], offset + count
-        self.allocated = max(self.allocated, offset)
+        with out_of_space(self.folder):
+            write_at(self._file.fileno(), offset, data)
+        self.allocated = max(self.allocated, offset + len(data))
 
     def resize(self, nbytes: int) -> None:
         """Give the file ``nbytes`` bytes. What it has more is freed, and what it lacks gets no pages yet. Raises
         OutOfSpace."""
-        with self._out_of_space():
+        with out_of_space(self.folder):
             os.ftruncate(self._file.fileno(), nbytes)
         self.allocated = min(self.allocated, nbytes)
 
@@ -80,7 +77,7 @@ class UploadFile:
 
     def allocate(self, end: int) -> None:
         """Provide pages for the bytes below ``end``, which takes some 0.3 ms for each MB. Raises OutOfSpace."""
-        with self._out_of_space():
+        with out_of_space(self.folder):
             os.posix_fallocate(self._file.fileno(), self.allocated, end - self.allocated)
         self.allocated = end
 
@@ -89,14 +86,24 @@ class UploadFile:
         self._file.close()
         self._mapped = None
 
-    @contextlib.contextmanager
-    def _out_of_space(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise OutOfSpace(f"no room for the upload in {self.folder}: {error.strerror}") from error
-            raise
+
+def write_at(fd: int, offset: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of ``data`` to the file ``fd``, from ``offset`` on. Raises OSError; then a part may be written."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
+@contextlib.contextmanager
+def out_of_space(folder: Path) -> Iterator[None]:
+    """Raise OutOfSpace for the error of a full file system, in a block that writes an upload to ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(f"no room for the upload in {folder}: {error.strerror}") from error
+        raise
 
 
 class UploadFiles:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from io import FileIO
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response, StreamingResponse
 
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField, UpdateInProgress
 from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
@@ -107,21 +109,26 @@ def adapters_router(context: ServingContext) -> APIRouter:
         answer = client.remote_adapter_export(body.lora_name, body.file) if isinstance(client, FleetClient) else None
         if answer is not None:
             return await passed_on(answer)
-        copy = await client.call(m.ExportAdapterArgs(body.lora_name))
-        try:
-            fd = open_regular(os.path.join(copy["path"], body.file))
-        except FileNotFoundError as error:
-            raise UpdateInProgress("the adapter was replaced or unloaded meanwhile: ask again") from error
-        headers = {
-            "Content-Length": str(os.fstat(fd).st_size),
-            "X-Adapter-Epoch": str(copy["adapter_epoch"]),
-            "X-Adapter-Version": in_header(copy["version"]),
-            "X-Adapter-Fingerprint": copy["fingerprint"],
-        }
-        file = os.fdopen(fd, "rb", buffering=0)
+        file, headers = await open_copy(client, body.lora_name, body.file)
         return StreamingResponse(pieces(file), headers=headers, media_type="application/octet-stream")
 
     return router
+
+
+async def open_copy(client: ServingClient, lora_name: str, name: str) -> tuple[FileIO, dict[str, str]]:
+    """Return the file ``name`` of the copy of an adapter that the engine keeps, and the headers that describe it."""
+    copy = await client.call(m.ExportAdapterArgs(lora_name))
+    try:
+        fd = open_regular(os.path.join(copy["path"], name))
+    except FileNotFoundError as error:
+        raise UpdateInProgress("the adapter was replaced or unloaded meanwhile: ask again") from error
+    headers = {
+        "Content-Length": str(os.fstat(fd).st_size),
+        "X-Adapter-Epoch": str(copy["adapter_epoch"]),
+        "X-Adapter-Version": in_header(copy["version"]),
+        "X-Adapter-Fingerprint": copy["fingerprint"],
+    }
+    return os.fdopen(fd, "rb", buffering=0), headers
 
 
 def check_name(context: ServingContext, lora_name: str) -> None:

@@ -101,15 +101,7 @@ def weights_router(context: ServingContext) -> APIRouter:
         tensors = tuple((await read(request, ExportBody)).tensors)
         if isinstance(context.client, FleetClient) and (answer := context.client.remote_export(tensors)) is not None:
             return await passed_on(answer)
-        export = await _export(context.client, tensors)
-        headers = {
-            "Content-Length": str(export["nbytes"]),
-            "X-Weight-Epoch": str(export["weight_epoch"]),
-            "X-Weight-Version": in_header(export["version"]),
-            "X-Weight-Fingerprint": export["fingerprint"],
-            "X-Weight-EOS-Token-Ids": ",".join(map(str, export["eos_token_ids"])),
-        }
-        file = _take(export["path"])
+        file, headers = await open_export(context.client, tensors)
         return StreamingResponse(pieces(file), headers=headers, media_type="application/octet-stream")
 
     return router
@@ -165,6 +157,20 @@ async def _received(reply: httpx.Response, stack: contextlib.AsyncExitStack) -> 
     async with stack:
         async for piece in reply.aiter_bytes(PIECE_BYTES):
             yield piece
+
+
+async def open_export(client: ServingClient, tensors: tuple[str, ...] = ()) -> tuple[FileIO, dict[str, str]]:
+    """Return an export of the weights, whose file has no name any more, and the headers that describe it. tensors:
+    names; none = all."""
+    export = await _export(client, tensors)
+    headers = {
+        "Content-Length": str(export["nbytes"]),
+        "X-Weight-Epoch": str(export["weight_epoch"]),
+        "X-Weight-Version": in_header(export["version"]),
+        "X-Weight-Fingerprint": export["fingerprint"],
+        "X-Weight-EOS-Token-Ids": ",".join(map(str, export["eos_token_ids"])),
+    }
+    return _take(export["path"]), headers
 
 
 async def _export(client: ServingClient, tensors: tuple[str, ...]) -> dict[str, Any]:

@@ -1,22 +1,17 @@
 """GET /v1/replicas and /v1/replicas/targets; POST /v1/replicas/add, /drain, /undrain, /remove and /roll.
 
 These POST routes are answered by the gateway of a fleet only.
-
-POST /v1/replicas/spool, at a replica: a file on its host for a gateway on another one, see fleet/remote.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from fastdeploy.core.errors import ControlError, EngineError
 from fastdeploy.core.process import host_id, log_name
@@ -29,10 +24,8 @@ from fastdeploy.http.calls import envelope, read
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Seconds
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.guards.connection_limits import client_left
 from fastdeploy.http.guards.route_access import RouteAccess
-from fastdeploy.http.openapi import BYTES, JSON, takes
-from fastdeploy.http.upload import admitted_upload, spooled_upload
+from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 ALONE = "self"  # name of a server that belongs to no fleet
@@ -141,49 +134,3 @@ async def entries_of(context: ServingContext, request: Request) -> list[dict[str
         return [describe(itself, ReplicaState.MEMBER, "", await context.client.call(m.FleetStateArgs()))]
     except EngineError as error:
         return [describe(itself, ReplicaState.STARTING, error.message, {})]
-
-
-# ---------------------------------------------------------------------- files for a gateway on another host
-
-
-def spool_router(context: ServingContext) -> APIRouter:
-    router = APIRouter()
-    body = {"requestBody": {"required": True, "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}}
-
-    @router.post("/v1/replicas/spool", openapi_extra=body)
-    async def spool(request: Request) -> Response:
-        """Keep the body, weights or an adapter, in a file for the engine of this server. The first line of the answer
-        is ``{"path": ...}``. The answer does not end: the file is removed when the client closes the connection."""
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(admitted_upload(context, None))
-            # A gateway that has died closes its connection while the engine may still read the file.
-            source = await stack.enter_async_context(spooled_upload(request, context, keep=False))
-            return _WhileConnected(source.path, stack.pop_all(), context.config.keepalive_s)
-
-    return router
-
-
-class _WhileConnected(Response):
-    """A response that names the file, and closes ``file`` when the client goes away. An empty line is sent every
-    ``keepalive_s`` seconds, so that a client whose host has vanished is noticed."""
-
-    media_type = JSON
-
-    def __init__(self, path: str, file: contextlib.AsyncExitStack, keepalive_s: float):
-        super().__init__()
-        del self.headers["Content-Length"]
-        self._line = msgspec.json.encode({"path": path}) + b"\n"
-        self._file, self._keepalive_s = file, keepalive_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._file:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            line, left = self._line, False
-            while not left:
-                await send({"type": "http.response.body", "body": line, "more_body": True})
-                line = b"\n"
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._keepalive_s):
-                        await client_left(scope, receive)
-                        left = True
-            await send({"type": "http.response.body", "body": b"", "more_body": False})

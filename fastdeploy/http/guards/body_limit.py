@@ -9,15 +9,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastdeploy.client.pace import wait_for_slice
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import RequestTooLarge
+from fastdeploy.fleet.chain import SPOOL
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection_limits import has_large_body
 
 # Routes that take weights or adapters: as the body itself, or as base64 in JSON (SGLang).
-UPLOAD_PATHS = frozenset(
-    {"/v1/adapters/load", "/v1/replicas/spool", "/v1/update_weights", "/v1/weights/chunk", "/update_weights"}
-)
+UPLOAD_PATHS = frozenset({"/v1/adapters/load", SPOOL, "/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
 JSON_UPLOAD_PATHS = frozenset({"/load_lora_adapter_from_tensors", "/update_weights_from_tensor"})
+PLAN_BYTES = 1 << 20  # the most that a body for SPOOL has before the bytes of the file
 LARGE_JSON = 1 << 20  # bytes; the event loop parses at most one larger body in each of its rounds
 
 
@@ -43,7 +43,7 @@ class BodyLimit:
             return
         headers = dict(scope["headers"])
         upload = _is_upload(scope["path"], headers.get(b"content-type", b""))
-        limit, error = self._limit(upload)
+        limit, error = self._limit(upload, scope["path"])
         declared = int(headers.get(b"content-length", b"0"))
         complete = not has_large_body(scope["headers"])
         to_acquire = 0 if complete or upload else declared or limit  # bytes to acquire from the budget
@@ -79,13 +79,22 @@ class BodyLimit:
         finally:
             self._memory.release(taken)
 
-    def _limit(self, upload: bool) -> tuple[int, RequestTooLarge]:
+    def _limit(self, upload: bool, path: str) -> tuple[int, RequestTooLarge]:
         """Return the largest number of bytes of a body, and the error for a larger body."""
-        flag, megabytes = "--max-body-mb", self._config.max_body_mb
-        if upload:
-            flag, megabytes = "--max-upload-mb", self._config.max_upload_mb
-        limit = megabytes << 20
-        return limit, RequestTooLarge(f"the request body has more than {limit} bytes ({flag})")
+        if not upload:
+            return _limit_of("--max-body-mb", self._config.max_body_mb)
+        limit, error = upload_limit(self._config)
+        return limit + (PLAN_BYTES if path == SPOOL else 0), error
+
+
+def upload_limit(config: ServeConfig) -> tuple[int, RequestTooLarge]:
+    """Return the largest number of bytes of an upload, and the error for a larger one."""
+    return _limit_of("--max-upload-mb", config.max_upload_mb)
+
+
+def _limit_of(flag: str, megabytes: int) -> tuple[int, RequestTooLarge]:
+    limit = megabytes << 20
+    return limit, RequestTooLarge(f"the request body has more than {limit} bytes ({flag})")
 
 
 def _is_upload(path: str, content_type: bytes) -> bool:
