@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -21,65 +19,11 @@ from e2e.fleet_server import Gateway
 from e2e.server import PROMPT, SMALL, Server, halves, until
 from fastdeploy.testing.process import free_port
 from frameworks.adapters import adapter_folder
+from support.tcp_proxy import Proxy
 
 pytestmark = pytest.mark.slow
 KEY, OTHER_KEY = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 QUICK = ("--stall-s", "2", "--fence-after-s", "2")
-
-
-class Proxy:
-    """A TCP proxy at ``address``, before 127.0.0.1:``port``. While it is ``stalled``, it passes nothing on.
-    ``received`` counts the bytes that clients have sent."""
-
-    def __init__(self, port: int, address: str):
-        self._target = port
-        self._listener = socket.create_server((address, 0))
-        self.port = self._listener.getsockname()[1]
-        self.received = 0
-        self.flows = threading.Event()
-        self.flows.set()
-        self._open: set[socket.socket] = set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:  # the engine restarts
-                client.close()
-                continue
-            self._open |= {client, server}
-            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                self.flows.wait()
-                self.received += len(data) if counts else 0
-                sink.sendall(data)
-        except OSError:
-            pass
-        for end in (source, sink):
-            end.close()
-
-    def cut(self) -> None:
-        """Break all open connections."""
-        for end in list(self._open):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-        self._open.clear()
-
-    def close(self) -> None:
-        self._listener.close()
-        self.flows.set()
-        self.cut()
 
 
 class Host:
