@@ -81,6 +81,7 @@ INSIDE = (
     "benchmarks.lib.roofline",  # the formula that the server uses, too
     "benchmarks.ops",
     "benchmarks.quantization",
+    "benchmarks.relay",  # the sender of a gateway, without one
     "benchmarks.recorder",  # writes the recording of an engine that answers at once
     "benchmarks.speculation",  # the index of drafts, without a server
     "benchmarks.step",

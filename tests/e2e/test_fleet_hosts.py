@@ -104,6 +104,23 @@ def test_uploaded_weights_reach_all_hosts(fleet, hosts, new_weights, on_new_weig
     assert_nothing_is_left(fleet, hosts)
 
 
+def test_an_upload_reaches_the_last_host_while_the_gateway_still_receives_it(fleet, hosts, new_weights):
+    body = (new_weights / "model.safetensors").read_bytes()
+    half, before = len(body) // 2, hosts[1].api.received
+
+    def halves_in_turn() -> Iterator[bytes]:
+        yield body[:half]
+        until(lambda: hosts[1].api.received - before > half - (1 << 20), 20, "half of it has come")
+        yield body[half:]
+
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body))}
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        reply = client.post("/v1/update_weights?version=streamed", content=halves_in_turn(), headers=headers)
+    assert [entry["status"] for entry in reply.json()["result"]["replicas"]] == ["done", "done"]
+    assert {host.server.weights()["version"] for host in hosts} == {"streamed"}
+    assert_nothing_is_left(fleet, hosts)
+
+
 def test_parts_and_shared_memory_reach_all_hosts(fleet, hosts, new_weights):
     session = fleet.post("/v1/weights/begin", {"version": "halves"}).result["session_id"]
     for part in halves(new_weights):
@@ -184,7 +201,7 @@ def test_a_replica_that_restarts_gets_adapters_and_eos_ids_though_the_trainer_ha
 
     before = shown(hosts[0])
     assert before == shown(hosts[1]) and before[0][1] == "stop"
-    received = hosts[0].api.received
+    received, answered = hosts[0].api.received, hosts[1].api.answered
     os.kill(hosts[0].server.engine_pid, signal.SIGKILL)
     until(lambda: fleet.replicas()["replica-0"]["state"] != "member", 20, "the loss is noticed")
     fleet.wait_members(2)
@@ -192,6 +209,7 @@ def test_a_replica_that_restarts_gets_adapters_and_eos_ids_though_the_trainer_ha
     files = [new_weights / "model.safetensors", *[uploaded / "adapter_model.safetensors"] * 2]
     size = sum(file.stat().st_size for file in files)
     assert 0.99 * size < hosts[0].api.received - received < 1.05 * size
+    assert hosts[1].api.answered - answered < 0.1 * size, "the bytes go from host to host"
     fingerprints = [[a["fingerprint"] for a in host.server.get("/v1/adapters").result["adapters"]] for host in hosts]
     assert fingerprints[0] == fingerprints[1] and len(set(fingerprints[0])) == 2
     exported = fleet.get("/v1/adapters/export?lora_name=uploaded")

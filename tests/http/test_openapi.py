@@ -28,7 +28,8 @@ UPLOADS = {
 JSON = "application/json"
 EXAMPLES = {
     "prompt": "a", "messages": [{"role": "user", "content": "a"}], "token_ids": [1], "session_id": "s", "hold_id": "h",
-    "request_ids": [], "tokens": [1], "lora_name": "a", "name": "a",
+    "request_ids": [], "tokens": [1], "lora_name": "a", "name": "a", "nbytes": 1,
+    "to": {"name": "a", "url": "http://a"},
 }  # fmt: skip
 
 
