@@ -164,8 +164,8 @@ class Fleet:
             uploads, address = folder / f"uploads-{name}", net.addresses[name]
             uploads.mkdir()
             endpoint = f"tcp://{address}:9000"
-            own = ("--host", address, "--fleet-endpoint", endpoint, "--upload-dir", str(uploads))
-            servers.append(stack.enter_context(_server(name, "serve", *common, *engine, *own)))
+            place = ("--host", address, "--fleet-endpoint", endpoint, "--upload-dir", str(uploads))
+            servers.append(stack.enter_context(_server(name, "serve", *common, *engine, *place)))
             replicas += ["--replica", f"{endpoint}=http://{address}:{servers[-1].port}"]
         self.urls = [f"http://{net.addresses[name]}:{s.port}" for name, s in zip(hosts, servers, strict=True)]
         uploads = folder / "uploads-gateway"

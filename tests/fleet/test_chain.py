@@ -103,52 +103,69 @@ async def test_the_bytes_leave_the_gateway_once_and_each_host_passes_them_on(mak
     await until_no_file(*hosts)
 
 
-async def test_bytes_are_passed_on_while_the_source_is_still_written(make_hosts, weights):
-    hosts = make_hosts(3)
+@contextlib.asynccontextmanager
+async def half_sent(
+    remote: RemoteHosts, hosts: Sequence[Host], weights: Path
+) -> AsyncIterator[tuple[GrowingFile, EarlySending]]:
+    """Send a file of which only a half is written. The block begins when this half is on its way to the last host."""
     fd = os.open(weights, os.O_RDONLY)
     content = GrowingFile(fd, SIZE)
-    async with remote_hosts() as remote:
-        sending = EarlySending(remote, replicas(hosts), content)
-        content.advance(SIZE // 2)
-        async with asyncio.timeout(20):
-            while hosts[2].proxy.received < SIZE // 2:
-                await asyncio.sleep(0.01)
-        assert not sending._outcomes.done()
+    sending = EarlySending(remote, replicas(hosts), content)
+    content.advance(SIZE // 2)
+    async with asyncio.timeout(20):
+        while hosts[-1].proxy.received < SIZE // 2:
+            await asyncio.sleep(0.01)
+    assert not sending._outcomes.done()
+    try:
+        yield content, sending
+    finally:
+        await sending.close()
+        os.close(fd)
+
+
+async def test_bytes_are_passed_on_while_the_source_is_still_written(make_hosts, weights):
+    hosts = make_hosts(3)
+    async with remote_hosts() as remote, half_sent(remote, hosts, weights) as (content, sending):
         content.advance(SIZE - SIZE // 2)
         assert_complete(await sending.outcomes(replicas(hosts)), weights, ["r0", "r1", "r2"])
         hosts[1].replica.client.welcome.boot_id = "started again"
         assert (await sending.outcomes(replicas(hosts))).keys() == {"r0", "r2"}
-        await sending.close()
-    os.close(fd)
     await until_no_file(*hosts)
 
 
 async def test_the_end_of_an_upload_in_the_middle_leaves_no_file(make_hosts, weights):
     hosts = make_hosts(2)
-    fd = os.open(weights, os.O_RDONLY)
-    async with remote_hosts() as remote:
-        content = GrowingFile(fd, SIZE)
-        sending = EarlySending(remote, replicas(hosts), content)
-        content.advance(SIZE // 2)
-        async with asyncio.timeout(20):
-            while hosts[1].proxy.received < SIZE // 2:
-                await asyncio.sleep(0.01)
-        await sending.close()
-    os.close(fd)
+    async with remote_hosts() as remote, half_sent(remote, hosts, weights):
+        pass
     await until_no_file(*hosts)
 
 
-@pytest.mark.parametrize(("how", "at"), [("break_at", 0), ("break_at", 1), ("stall_at", 1)])
-async def test_hosts_behind_a_lost_one_get_the_bytes_from_the_host_before_it(make_hosts, weights, how, at):
-    hosts = make_hosts(3)
-    setattr(hosts[at].proxy, how, SIZE // 2)
-    others = [f"r{i}" for i in range(3) if i != at]
-    source = FileSource(str(weights))
-    async with remote_hosts(silence_s=2.0) as remote, remote.staged(replicas(hosts), source) as outcomes:
-        assert_complete(outcomes, weights, others)
+@pytest.mark.parametrize(("loss", "at"), [("killed", 0), ("killed", 1), ("stalled", 1)])
+async def test_the_host_before_a_lost_one_goes_around_it_from_the_last_byte_that_is_there(
+    make_hosts, weights, monkeypatch, loss, at
+):
+    hosts, sent = make_hosts(3), []
+    send_pieces = chain.HostCalls.send_pieces
+
+    async def recorded(self, pieces, nbytes, hop, behind=(), offset=0):
+        sent.append((self is remote._calls, hop.name, offset > 0))
+        return await send_pieces(self, pieces, nbytes, hop, behind, offset)
+
+    monkeypatch.setattr(chain.HostCalls, "send_pieces", recorded)
+    async with remote_hosts(silence_s=2.0) as remote, half_sent(remote, hosts, weights) as (content, sending):
+        if loss == "killed":
+            hosts[at].proxy.close()
+        else:
+            hosts[at].proxy.flows.clear()
+        content.advance(SIZE - content.written)
+        outcomes = await sending.outcomes(replicas(hosts))
+        assert_complete(outcomes, weights, [f"r{i}" for i in range(3) if i != at])
         lost = outcomes[f"r{at}"]
         assert isinstance(lost, EngineDead) and f"replica r{at}: its API server" in lost.message
-        assert hosts[at + 1].proxy.received < 1.8 * SIZE, "the second sender goes on from the bytes that are there"
+        assert sent[:3] == [(True, "r0", False), (False, "r1", False), (False, "r2", False)]
+        assert sent[3] == (at == 0, f"r{at + 1}", True), "its own sender is the host before the lost one"
+        if at == 0:
+            assert sent[4:] == [(False, "r2", True)]
     hosts[at].proxy.close()
     await until_no_file(*hosts)
 

@@ -10,14 +10,14 @@ import threading
 class Proxy:
     """A TCP proxy at ``address``, before 127.0.0.1:``port``. While it does not ``flow``, it passes nothing on.
     ``received`` counts the bytes that clients have sent, ``answered`` those that they get. break_at: once so many bytes
-    were received, all connections break, and nobody can connect any more; stall_at: then nothing flows any more."""
+    were received, all connections break, and nobody can connect any more."""
 
     def __init__(self, port: int, address: str):
         self._target = port
         self._listener = socket.create_server((address, 0))
         self.port = self._listener.getsockname()[1]
         self.received = self.answered = 0
-        self.break_at = self.stall_at = float("inf")
+        self.break_at = float("inf")
         self.flows = threading.Event()
         self.flows.set()
         self._open: set[socket.socket] = set()
@@ -44,8 +44,6 @@ class Proxy:
                 self.flows.wait()
                 self.received += len(data) if counts else 0
                 self.answered += 0 if counts else len(data)
-                if self.received >= self.stall_at:
-                    self.flows.clear()
                 if self.received >= self.break_at:
                     self.close()
                 sink.sendall(data)
