@@ -164,9 +164,12 @@ def test_memory_is_not_used_again_after_a_failure_because_the_engine_may_still_r
     assert not list(in_memory.spool.iterdir())
 
 
-def test_a_file_for_a_gateway_on_another_host_is_not_used_again(in_memory):
-    with in_memory.http.stream("POST", "/v1/replicas/spool", content=bytes(3 * HALF), headers=OCTETS) as reply:
-        assert reply.status_code == 200 and list(in_memory.spool.iterdir())
+def test_a_file_for_a_gateway_on_another_host_begins_empty_and_is_not_used_again(in_memory):
+    assert post(in_memory, CHUNK, bytes(3 * HALF)).status_code == 200, "its file is kept"
+    with in_memory.http.stream("POST", "/v1/replicas/spool", json={"nbytes": 3 * HALF}) as reply:
+        assert reply.status_code == 200
+        [file] = in_memory.spool.iterdir()
+        assert in_memory.http.get("/v1/replicas/spool", params={"path": str(file)}).json() == {"nbytes": 0}
     wait_until(lambda: not list(in_memory.spool.iterdir()))
 
 

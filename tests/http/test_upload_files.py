@@ -74,7 +74,7 @@ async def test_a_cancelled_upload_leaves_no_file_and_no_thread_that_uses_it(spoo
 
     async def upload_to(file: upload_files.UploadFile) -> None:
         with contextlib.closing(file):
-            await upload._on_thread(file.write, 0, bytes(100))
+            await upload.on_thread(file.write, 0, bytes(100))
 
     monkeypatch.setattr(os, "pwrite", write)
     uploading = asyncio.create_task(upload_to(upload_files.UploadFile(spool)))

@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
