@@ -24,6 +24,7 @@ from fastdeploy.core.listener import BACKLOG
 from fastdeploy.core.loading import read_loading
 from fastdeploy.core.process import collect_rarely, setup_logging
 from fastdeploy.entrypoints.child import EventPipe
+from fastdeploy.entrypoints.leaving import leave_on_signal
 from fastdeploy.entrypoints.supervisor import ApiServerConfig, ServerConfig
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.app import Extension, create_app
@@ -123,8 +124,11 @@ class ServerProcess(NamedTuple):
     events: EventPipe
 
     async def serve(self, client: EngineClient | FleetClient, config: ServeConfig) -> None:
-        """Serve ``client`` until a stop signal. The parent gets the events "up" and "ready"."""
+        """Serve ``client`` until a stop signal. A gateway also ends some time after LEAVE, see leaving.py. The parent
+        gets the events "up" and "ready"."""
         server = make_server(client, self.tokenizer, config, self.keys, faults_of(config, client))
+        if isinstance(client, FleetClient):
+            leave_on_signal(server, client)
         announcing = asyncio.create_task(announce(client, self.events))
         collect_rarely()
         await server.serve(sockets=list(self.listeners))

@@ -6,6 +6,7 @@ Each replica keeps its port when it is started again. With replicas that run els
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -19,7 +20,6 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
@@ -31,7 +31,7 @@ from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.roll import Reread, Settings, SettingsBook
 from fastdeploy.entrypoints.supervisor import ENGINE_MODULE
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Action, Answer, Ask, Placement, Placements, RollPhase
+from fastdeploy.fleet.launcher import Action, Answer, Ask, Placement, Placements
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
@@ -74,8 +74,6 @@ class Fleet(ProcessTree):
         engine = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
         self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
         self._book = SettingsBook(Settings(engine, self._config, fleet_config), reread)
-        self._replacing: dict[str, tuple[str, Ask]] = {}  # replicas that end to be started anew -> who asked for it
-        self._refusals: dict[str, str] = {}  # why a replica ends that cannot serve with its settings
         self._spec = spec
         self._keys = keys
         self._fleet_key = fleet_key
@@ -84,6 +82,7 @@ class Fleet(ProcessTree):
         self._threads = max(len(os.sched_getaffinity(0)) // max(num_replicas, 1), 1)
         self._num_replicas = num_replicas
         self._num_named = 0
+        self._num_gateways_made = itertools.count(1)
         self._replicas: dict[str, Port] = {}  # those that shall run, with the port of their API servers
         self._links = GatewayLinks(self._selector, self._handle)
         self._missing = set(self._servers)  # not ready since the start of the fleet
@@ -185,6 +184,8 @@ class Fleet(ProcessTree):
 
     def _peer_endpoint(self, name: str) -> str:
         """Return the address at which a gateway listens for the others."""
+        if self._spec is None:
+            return self._endpoint(f"{name}-{next(self._num_gateways_made)}")  # its successor listens beside it
         if not self._gateway_endpoint:
             return self._endpoint(name) if len(self._servers) > 1 else ""
         host, _, port = self._gateway_endpoint.rpartition(":")
@@ -204,79 +205,13 @@ class Fleet(ProcessTree):
                 return Answer(ask.ask_id, error=f"no replica can be started: {error}")
             self._send_placements()
             return Answer(ask.ask_id, name)
-        if ask.action is Action.ROLL:
-            return self._begin_roll(ask)
-        if ask.action is Action.REPLICAS_REPLACED:
-            self._end_roll()
-            return Answer(ask.ask_id)
         if ask.name not in self._replicas:
             return Answer(ask.ask_id, error=f"name: there is no replica {ask.name!r}")
         if ask.action is Action.RESTART:
             self._restart(ask.name, ask.why)
-        elif ask.action is Action.REPLACE:
-            return self._replace(gateway, ask)
-        elif ask.action is Action.GO_BACK:
-            self._go_back(ask.why)
         else:
             self._remove(ask.name)
         return Answer(ask.ask_id, ask.name)
-
-    # ------------------------------------------------------------------ rolling changes
-
-    def _begin_roll(self, ask: Ask) -> Answer:
-        try:
-            roll = self._book.begin(ask.given, ask.drain_s)
-        except FastDeployError as error:
-            return Answer(ask.ask_id, error=error.message)
-        logger.info("rolling change to settings %d: %s", roll.settings, roll.given)
-        self._send_placements()
-        return Answer(ask.ask_id, roll=roll)
-
-    def _replace(self, gateway: str, ask: Ask) -> Answer | None:
-        """End the replica, and start it with the present settings. The answer follows its end."""
-        name = ask.name
-        self._book.renew(name)
-        self._book.trials.add(name)
-        self._send_placements()
-        if (child := self._children.get(name)) is None:
-            self._due[name] = time.monotonic()
-            return Answer(ask.ask_id, name)
-        self._replacing[name] = gateway, ask
-        child.signal(signal.SIGTERM)
-        why = f"it is being replaced, and has not ended within {self._shutdown_s:g} s"
-        self._kill_after(child, self._shutdown_s, why)
-        return None
-
-    def _replaced(self, name: str) -> None:
-        """Start a replica that has ended with its new settings."""
-        self._answer_replacing(name)
-        self._due[name] = time.monotonic()
-
-    def _answer_replacing(self, name: str) -> None:
-        gateway, ask = self._replacing.pop(name)
-        self._links.send(gateway, Answer(ask.ask_id, name))
-
-    def _go_back(self, why: str) -> None:
-        """Go back to the settings from before, for those replicas too that have the new ones already."""
-        logger.error("the rolling change goes back: %s", why)
-        self._book.go_back(why)
-        self._send_placements()
-
-    def _trial_ended(self, child: Child, status: int) -> None:
-        """Start a replica with the old settings, since it did not serve with the new ones."""
-        name = child.name
-        why = self._refusals.pop(name, f"its process ended with status {status}")
-        self._go_back(f"{name} cannot be started with the new settings: {why}")
-        self._book.renew(name)
-        self._book.trials.discard(name)
-        self._send_placements()
-        self._due[name] = time.monotonic()
-
-    def _end_roll(self) -> None:
-        """All replicas have the present settings, and are members."""
-        if self._book.roll is not None and self._book.roll.phase is RollPhase.REPLICAS:
-            self._book.enter(RollPhase.DONE)
-            self._send_placements()
 
     def _restart(self, name: str, why: str) -> None:
         """Kill the replica. Its end has it started again; so nothing is done if it has ended already."""
@@ -287,8 +222,6 @@ class Fleet(ProcessTree):
     def _remove(self, name: str) -> None:
         self._replicas.pop(name).close()
         self._book.forget(name)
-        if name in self._replacing:
-            self._answer_replacing(name)
         self._due.pop(name, None)
         self._missing.discard(name)
         self._send_placements()
@@ -307,20 +240,19 @@ class Fleet(ProcessTree):
             case "alive" if child.name in self._servers:
                 self._expect_life(child, GATEWAY_STALLS)
                 self._send_no_clients_after_silence(child)
-            case "alive" if child.name in self._replicas and child.name not in self._replacing:
+            case "alive" if child.name in self._replicas:  # a removed one has another timer
                 self._expect_life(child)
             case "up":
                 child.ready_since = time.monotonic()
                 self._let_in(child.name)
             case "ready" | "serving":
                 child.ready_since = child.ready_since or time.monotonic()
-                self._book.trials.discard(child.name)
                 self._missing.discard(child.name)
                 if not self._missing and not self._announced:
                     self._announce()
 
     def _expect_life(self, child: Child, stalls: int = 1) -> None:
-        """Kill a child that is silent for ``stalls`` times stall_s. One that shall end has another timer."""
+        """Kill a child that is silent for ``stalls`` times stall_s."""
         stall_s = self._book.of(child.name).serve.stall_s * stalls
         self._kill_after(child, stall_s, f"its process was silent for {stall_s:g} s")
 
@@ -345,7 +277,6 @@ class Fleet(ProcessTree):
         if self._stopping:
             return
         if self._announced:
-            self._refusals[child.name] = why
             logger.error("%s cannot serve %s: %s", child.name, self._config.model, why)
             return
         self._print_refusal(why)
@@ -358,12 +289,6 @@ class Fleet(ProcessTree):
             self._links.close(name)
         elif name not in self._replicas:
             logger.info("%s is removed", name)
-            return
-        elif name in self._replacing:
-            self._replaced(name)
-            return
-        elif name in self._book.trials:
-            self._trial_ended(child, status)
             return
         elif not self._announced and status > 0:  # not killed, but ended by itself
             logger.error("%s could not start (status %d)", name, status)

@@ -1,7 +1,7 @@
 """The gateway of a fleet: ``python -m fastdeploy.entrypoints.gateway`` (started by entrypoints/fleet.py).
 
-An API server whose client speaks to the engines of all replicas. The gateway has no state that its replicas do not
-have, so another one can take its place at any time.
+An API server whose client speaks to the engines of all replicas, and to the other gateways. The gateway has no state
+that its replicas do not have, so another one can take its place at any time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.launcher import Launcher, LocalLauncher, StaticLauncher
+from fastdeploy.fleet.peers import PeerLink
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
+from fastdeploy.inter_communicator.peer_transport import ZmqPeerTransport
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
 
@@ -72,7 +74,11 @@ async def serve(config: GatewayConfig, process: ServerProcess) -> None:
     fleet = msgspec.structs.replace(config.fleet, replica_key=key)
     launcher = make_launcher(config.launcher, own_keys, fleet_key, events)
     context = context_of_many()
-    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context))
+    link = None
+    if config.endpoint:
+        transport = ZmqPeerTransport(config.endpoint, fleet_key)
+        link = PeerLink(transport, lambda address: ZmqConnector(address, fleet_key, context))
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context), link=link)
     beating = asyncio.create_task(beat(events, config.serve.stall_s))
     await process.serve(client, config.serve)
     beating.cancel()

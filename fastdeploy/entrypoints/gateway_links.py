@@ -31,6 +31,12 @@ class GatewayLinks:
             self._selector.unregister(link)
             link.close()
 
+    def rename(self, gateway: str, name: str) -> None:
+        """Give the link to a gateway another name, since another process gets the name."""
+        if (link := self._links.pop(gateway, None)) is not None:
+            self._links[name] = link
+            self._watch(name, link)
+
     def send(self, gateway: str, message: Placements | Answer) -> None:
         """Send a message, unless the gateway has ended."""
         if (link := self._links.get(gateway)) is not None:

@@ -9,33 +9,55 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import signal
 from typing import Any
 
-from fastdeploy.entrypoints.api_server import ApiServer
+import uvicorn
+
+from fastdeploy.fleet.client import FleetClient
 
 logger = logging.getLogger(__name__)
+LEAVE = signal.SIGUSR1
 LOOK_S = 0.1
 IDLE_S = 3.0  # a connection without a request for so long is closed, as one that is kept alive is after its time
-LEAVE_S = 3600.0  # after which what still runs is ended
+# After so long without a request to an engine and without a call, what is still being answered is ended: a feed of /ui,
+# which begins again by itself.
+FEED_S = 60.0
+LEAVE_S = 3600.0  # after which everything is ended
 CLOSE = (b"connection", b"close")
 
 
-async def leave(server: ApiServer, is_quiet: Callable[[], bool], sign_off: Callable[[], object]) -> None:
-    """Take no new connections, serve those that are open to their end, and end the server then. is_quiet: whether
-    nothing else runs that must be finished here. sign_off: called before the end."""
-    logger.info("this gateway is replaced: it serves the connections that are open, and takes no new ones")
+def leave_on_signal(server: uvicorn.Server, client: FleetClient) -> None:
+    """Begin to leave when LEAVE comes. Call this in the event loop of the server."""
+    leaving: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        if not leaving:
+            leaving.append(asyncio.get_running_loop().create_task(leave(server, client), name="leaving"))
+
+    asyncio.get_running_loop().add_signal_handler(LEAVE, begin)
+
+
+async def leave(server: uvicorn.Server, client: FleetClient) -> None:
+    """Take no new connections, serve those that are open to their end, and end the server then. The fleet is left to
+    the other gateways once nothing is being changed."""
+    logger.info("this gateway is replaced: it serves the connections that it has, and takes no new ones")
     for listener in server.servers:
         listener.close()
     server.config.encoded_headers.append(CLOSE)
     server.server_state.default_headers.append(CLOSE)
-    loop = asyncio.get_running_loop()
-    end, idle_since = loop.time() + LEAVE_S, dict[Any, tuple[Any, float]]()
-    while (server.server_state.connections or not is_quiet()) and loop.time() < end and not server.should_exit:
+    now = asyncio.get_running_loop().time
+    end, quiet_since = now() + LEAVE_S, now()
+    idle_since = dict[Any, tuple[Any, float]]()
+    while not server.should_exit and now() < end:
         for connection in list(server.server_state.connections):
-            _close_if_idle(connection, idle_since, loop.time())
+            _close_if_idle(connection, idle_since, now())
+        if not client.quiet:
+            quiet_since = now()
+        elif not server.server_state.connections or now() - quiet_since >= FEED_S:
+            break
         await asyncio.sleep(LOOK_S)
-    sign_off()
+    client.sign_off()
     server.should_exit = True
 
 

@@ -219,9 +219,9 @@ class ProcessTree(ABC):
         def end() -> None:
             read()
             status = self._reap(child)
-            del self._children[name]
-            self._timers.pop(name, None)
-            self._keep_out(name)
+            del self._children[child.name]
+            self._timers.pop(child.name, None)
+            self._keep_out(child.name)
             if not self._stopping:
                 self._on_end(child, status)
             else:

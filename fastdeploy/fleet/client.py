@@ -26,9 +26,10 @@ from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.peers import PeerLink, Peers
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
-from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.replica import Replica, ReplicaState
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.known_messages import lacking
 
 if TYPE_CHECKING:
     import httpx
@@ -104,8 +105,9 @@ class FleetClient:
         if self.membership.quorum or (self._has_led and not leads):
             self._begun.set()
         self._has_led = self._has_led or leads
-        if leads or self.membership.following.leader:
-            self._led.set()
+        joining = any(replica.state is ReplicaState.JOINING for replica in self.membership.replicas.values())
+        if self.membership.following.leader or (leads and (self.membership.quorum or not joining)):
+            self._led.set()  # a gateway that has just begun to lead has its members back in a moment
         else:
             self._led.clear()
         self._control.rearm()
@@ -287,6 +289,9 @@ class FleetClient:
             if self.membership.leadership.leads or not leader:
                 return await self._control.call(args)
             there = self.peers.client(leader)
+            if there.welcome is not None and (missing := lacking(args, there.welcome.knows)):
+                what = f"the gateway that leads (version {there.welcome.software}) does not know {', '.join(missing)}"
+                raise errors.FleetMixed(what, cannot={leader: missing})
             try:
                 return await there.call(args)
             except errors.NotLeader as refusal:
@@ -372,6 +377,16 @@ class FleetClient:
                 self._dispatcher.forget(relay.parts)
                 relay.end_parts()
         return ending
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no request of this gateway runs, and it is not changing the fleet: by a call or a weight session."""
+        leads = self.membership.leadership.leads
+        return not self._relays and not (leads and self.membership.state.changing)
+
+    def sign_off(self) -> None:
+        """Leave the fleet to the other gateways, since this process ends."""
+        self.membership.leadership.resign()
 
     async def abort_open(self, bound_s: float) -> None:
         """Abort every open request, at the end of this process. See EngineClient.abort_open."""

@@ -62,6 +62,7 @@ class GatewayLeadership:
         self._follow = follow
         self._moved = asyncio.Event()
         self._deposed = asyncio.Event()
+        self._resigned = False
         self.controller = uuid.uuid4().hex
         self.fleet = ""
         self.term = 0
@@ -87,6 +88,11 @@ class GatewayLeadership:
             self._deposed.set()
             self._end(why)
 
+    def resign(self) -> None:
+        """Step down, and do not lead again: this process ends."""
+        self._resigned = True
+        self.depose("it is being replaced")
+
     async def lead(self, replica: Replica) -> StateReport:
         """Lead one engine, and return its state. Raises NotLeader; after a higher term this gateway has stepped
         down."""
@@ -103,8 +109,9 @@ class GatewayLeadership:
         answer.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     async def run(self) -> None:
-        """Lead, and lead again after each time that another gateway led, until this is cancelled."""
-        while True:
+        """Lead, and lead again after each time that another gateway led, until :meth:`resign` or until this is
+        cancelled."""
+        while not self._resigned:
             self._deposed.clear()
             reports = await self._become_leader()
             self.leads, self.why = True, ""

@@ -16,6 +16,7 @@ from fastdeploy.core.errors import FastDeployError, RequestError
 from fastdeploy.core.process import VERSION, host_id
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.known_messages import known_messages
 from fastdeploy.inter_communicator.peer_transport import PeerTransport
 from fastdeploy.inter_communicator.transport import Connector
 
@@ -100,7 +101,7 @@ class Peers:
         match message:
             case m.Hello():
                 self._callers[caller] = message
-                self._send(caller, m.Welcome(self._boot_id, os.getpid(), 0, VERSION))
+                self._send(caller, m.Welcome(self._boot_id, os.getpid(), 0, VERSION, known_messages()))
                 self._send(caller, m.Heartbeat())
             case _ if caller not in self._callers:
                 self._transport.send(caller, m.Goodbye())

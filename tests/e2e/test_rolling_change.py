@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +16,11 @@ import pytest
 
 from e2e.fleet_server import FleetServer
 from e2e.server import SMALL, perturbed, until
+from fastdeploy.core.process import VERSION, is_alive
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.testing.process import is_alive
 
+ROOT = Path(__file__).parents[2]
+LESS = 'return {n: f for n, f in (_structs_of(m.ToEngine) | _structs_of(m.ToClient)).items() if n != "RenewArgs"}'
 ROLL = (sys.executable, "-m", "fastdeploy", "roll")
 
 
@@ -44,6 +48,7 @@ class Load:
                 self._ask(client, [60 + i, 40 + k % 20, *range(40, 60)], max_tokens=(20, 150, 600)[k % 3])
             except Exception as error:
                 self.errors.append(repr(error))
+                return
 
     def _ask(self, client: openai.OpenAI, prompt: list[int], max_tokens: int) -> None:
         extra = {"ignore_eos": True, "return_token_ids": True, "stale_ok": True}
@@ -101,7 +106,7 @@ class Trainer(threading.Thread):
 
 @pytest.fixture
 def fleet() -> Iterator[FleetServer]:
-    with FleetServer(2, *SMALL) as fleet:
+    with FleetServer(2, *SMALL, "--gateways", "2") as fleet:
         yield fleet
         assert fleet.stop() == 0, fleet.log()
         assert fleet.leftovers() == []
@@ -113,15 +118,16 @@ def roll(fleet: FleetServer, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def main_pids(fleet: FleetServer) -> set[int]:
-    """Return the processes that serve: replicas and their engines."""
+    """Return the processes that serve: gateways, replicas and their engines."""
     return {
         pid
-        for module in ("replica_main", "engine_main", "api_server")
+        for module in ("gateway", "replica_main", "engine_main", "api_server")
         for pid in fleet.pids(f"fastdeploy.entrypoints.{module}")
     }
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_every_process_is_replaced_and_no_request_and_no_version_is_lost(fleet, tmp_path):
     before = main_pids(fleet)
     load = Load(fleet.url)
@@ -141,6 +147,7 @@ def test_every_process_is_replaced_and_no_request_and_no_version_is_lost(fleet, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_settings_that_do_not_work_are_taken_back_and_those_that_must_be_equal_are_refused(fleet):
     for flag, why in (
         ("max-model-len=100", "max_model_len: all replicas must have the same"),
@@ -162,3 +169,49 @@ def test_settings_that_do_not_work_are_taken_back_and_those_that_must_be_equal_a
     assert {entry["settings"] for entry in entries.values()} == {0}
     assert fleet.get("/v1/replicas").json["roll"]["phase"] == "failed"
     assert before & main_pids(fleet), "the replica that was not reached yet was left alone"
+
+
+def copy_of_the_package(folder: Path, version: str) -> Path:
+    """Make an older version in the new ``folder``: it does not know RenewArgs."""
+    for path in (ROOT / "fastdeploy").rglob("*"):
+        copy = folder / path.relative_to(ROOT)
+        if path.is_file() and path.suffix != ".pyc":
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(path)
+    for name, old, new in (
+        ("core/process.py", f'VERSION = "{VERSION}"', f'VERSION = "{version}"'),
+        ("inter_communicator/known_messages.py", "return _structs_of(m.ToEngine) | _structs_of(m.ToClient)", LESS),
+    ):
+        copy, text = folder / "fastdeploy" / name, (ROOT / "fastdeploy" / name).read_text()
+        assert text.count(old) == 1
+        copy.unlink()
+        copy.write_text(text.replace(old, new))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_new_version_is_rolled_out_and_until_then_a_call_that_the_old_one_lacks_is_refused(tmp_path, monkeypatch):
+    link = tmp_path / "installed"
+    link.symlink_to(copy_of_the_package(tmp_path / "old", "0.1.0"))
+    monkeypatch.setenv("PYTHONPATH", str(link))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # not the package in the present folder
+    with FleetServer(2, *SMALL) as fleet:
+        assert {entry["software"] for entry in fleet.replicas().values()} == {"0.1.0"}
+        (tmp_path / "next").symlink_to(ROOT)
+        (tmp_path / "next").replace(link)
+        gateway = fleet.gateway_pid
+        os.kill(gateway, signal.SIGKILL)  # it comes back with the new version, which knows more than the engines
+        until(lambda: not is_alive(gateway), 20, "the gateway is gone")
+        fleet.wait_ready()
+        entries = fleet.wait_members(2)
+        assert [(entry["software"], entry["cannot"]) for entry in entries.values()] == [("0.1.0", ["RenewArgs"])] * 2
+        fleet.post("/v1/pause", {"mode": "keep", "hold_id": "h", "ttl_s": 600}).ok()
+        error = fleet.post("/v1/renew", {"hold_id": "h", "ttl_s": 900})
+        assert error.status == 409 and error.json["error"]["code"] == "fleet_mixed"
+        assert error.json["error"]["cannot"] == {"replica-0": ["RenewArgs"], "replica-1": ["RenewArgs"]}
+        result = roll(fleet)
+        assert result.returncode == 0, (result.stdout, result.stderr, fleet.log())
+        entries = fleet.wait_members(2)
+        assert [(entry["software"], entry["cannot"]) for entry in entries.values()] == [(VERSION, [])] * 2
+        assert fleet.post("/v1/renew", {"hold_id": "h", "ttl_s": 900}).status == 200, "the hold stands"

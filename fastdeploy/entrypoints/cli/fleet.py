@@ -17,12 +17,12 @@ from fastdeploy.entrypoints.cli.changed_settings import reread_of
 from fastdeploy.entrypoints.cli.command import Commands, Context
 from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, configs, read_start
 from fastdeploy.entrypoints.cli.settings import SettingsParser
-from fastdeploy.entrypoints.fleet import Fleet
 from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.roll import Settings
+from fastdeploy.entrypoints.rolling_fleet import RollingFleet
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     check_gateways(args, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
-    parent = Fleet(
+    parent = RollingFleet(
         engine,
         serve,
         config,
