@@ -264,6 +264,14 @@ async def test_a_shared_file_is_filled_through_another_replica_if_the_first_one_
         assert isinstance(outcomes["r0"], EngineDead)
 
 
+async def test_a_copy_is_sent_to_the_address_of_a_server_only(make_hosts):
+    [host] = make_hosts(1)
+    key, body = {"Authorization": f"Bearer {KEY}"}, {"to": {"name": "r7", "url": "file:///etc"}}
+    async with httpx.AsyncClient(headers=key, base_url=host.stack.server.url) as client:
+        reply = await client.post(chain.SEND, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "to.url")
+
+
 @pytest.mark.parametrize(
     ("method", "params", "field"),
     [

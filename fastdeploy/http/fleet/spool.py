@@ -73,7 +73,7 @@ class Receiver(Body):
     """The replica that gets a copy, and its API server."""
 
     name: str
-    url: str
+    url: str = Field(pattern="^https?://")
 
 
 class SendBody(Body):
