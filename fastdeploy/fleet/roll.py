@@ -60,9 +60,15 @@ class RollingChange:
             return
         if not old:
             await self._launcher.replicas_replaced()
-        elif not any(session.open for session in self._membership.state.weight_sessions.values()):
+        elif self._may_join():
             # One that is no member serves nothing, so it is replaced first.
             await self._replace(next(iter(missing), old[0]), roll)
+
+    def _may_join(self) -> bool:
+        """Return whether a new process could join now: nobody does during a weight session, nor without the weights,
+        which sleeping members cannot give."""
+        state = self._membership.state
+        return not state.asleep and not any(session.open for session in state.weight_sessions.values())
 
     def _hopeless(self, replica: Replica) -> str:
         """Return why a replica with the settings of the change will not become a member; "" as long as it may."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from e2e.server import in_background, until
+from fastdeploy.entrypoints import leaving
 from fastdeploy.entrypoints.leaving import leave
 from fleet.fake_fleet import FakeGateway
 from fleet.gateways import Gateways, gateways
@@ -62,13 +63,16 @@ def test_streams_run_to_their_end_and_another_gateway_leads(fleet):
     until(lambda: fleet.holds() == [["h"]] * 2, 20, "the hold on all, also on one that joins after the call")
 
 
-def test_a_gateway_that_leads_stays_until_the_weight_session_has_ended(fleet):
+def test_a_gateway_that_leads_stays_until_the_weight_session_has_ended(fleet, monkeypatch):
+    monkeypatch.setattr(leaving, "IDLE_S", 0.1)
+    monkeypatch.setattr(leaving, "LOOK_S", 0.01)
     old, other = fleet.leader, fleet.follower
     session = other.http.post("/v1/weights/begin", json={"version": "w1"}).json()["result"]["session_id"]
     begin(old)
+    until(lambda: not old._uvicorn.server_state.connections, 20, "no client is connected")
     replies = [in_background(other.http.post, "/v1/pause", json={"mode": "keep"}) for _ in range(3)]
     assert all(reply.result(20).status_code == 200 for reply in replies), "calls are made meanwhile"
-    assert not ends(old)
+    assert old.client.membership.leadership.leads
     assert other.http.post("/v1/weights/abort", json={"session_id": session}).status_code == 200
     until(lambda: ends(old), 20, "its end")
     until(lambda: other.client.membership.leadership.leads, 20, "another gateway leads")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -92,7 +92,9 @@ def test_each_replica_is_replaced_in_turn_and_its_requests_go_on(fleet):
     assert [(entry["state"], entry["settings"]) for entry in entries] == [("member", 1)] * 3
 
 
-def test_nobody_is_replaced_while_another_replica_is_away_or_a_weight_session_is_open(fleet, monkeypatch):
+@pytest.fixture
+def look(monkeypatch) -> Callable[[], None]:
+    """Return a function that returns after the gateway has looked at the replicas again."""
     num_looks = 0
     go_on = RollingChange._go_on
 
@@ -102,11 +104,14 @@ def test_nobody_is_replaced_while_another_replica_is_away_or_a_weight_session_is
         num_looks += 1
 
     def look() -> None:
-        """Return after the gateway has looked at the replicas again."""
         before = num_looks
         until(lambda: num_looks > before + 1, 20, "two looks")
 
     monkeypatch.setattr(RollingChange, "_go_on", counted)
+    return look
+
+
+def test_nobody_is_replaced_while_another_replica_is_away_or_a_weight_session_is_open(fleet, look):
     session = fleet.http.post("/v1/weights/begin", json={"version": "w1"}).json()["result"]["session_id"]
     begin(fleet)
     look()
@@ -122,6 +127,15 @@ def test_nobody_is_replaced_while_another_replica_is_away_or_a_weight_session_is
     fleet.launcher.revive("replica-2")
     until(lambda: phase(fleet) == "done", 60, "the end of the change")
     assert fleet.launcher.log == [("replace", "replica-0"), ("replace", "replica-1"), ("done",)]
+
+
+def test_nobody_is_replaced_while_the_weights_sleep_since_no_member_could_give_them(fleet, look):
+    assert fleet.http.post("/v1/sleep", json={"tags": ["weight"]}).status_code == 200
+    begin(fleet)
+    look()
+    assert fleet.launcher.log == []
+    assert fleet.http.post("/v1/wakeup").status_code == 200
+    until(lambda: fleet.launcher.log, 20, "it goes on")
 
 
 def test_a_replica_that_cannot_join_lets_the_change_go_back(fleet):
