@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -107,11 +108,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidField("logprob_token_ids", f"expected logprobs 0 with it, got {self.logprobs}")
         return self
 
-    def seeded(self) -> SamplingParams:
-        """Return these parameters with a seed: a new random one if they have none."""
+    def seeded(self, name: str = "") -> SamplingParams:
+        """Return these parameters with a seed. If they have none: one that follows from ``name``; without a name, a new
+        random one."""
         if self.seed is not None:
             return self
-        return msgspec.structs.replace(self, seed=secrets.randbits(SEED_BITS))
+        digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+        seed = int.from_bytes(digest) >> (256 - SEED_BITS) if name else secrets.randbits(SEED_BITS)
+        return msgspec.structs.replace(self, seed=seed)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InvalidField for an id outside of the vocabulary."""

@@ -303,6 +303,7 @@ class CommonEngine:
         if client != self.gateway_lease.gateway:
             self.delivery.send(self.gateway_lease.gateway, m.Heartbeat())  # drops a leader that has died
         self.gateway_lease.lead(args, client)
+        self.delivery.lead(client, args.patience_s)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)
         return fleet_state(self._parts)

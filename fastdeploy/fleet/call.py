@@ -63,6 +63,10 @@ class FleetCall(Generic[A]):
         """Return the first messages to a replica. It has accepted PREPARE if it accepts all of them."""
         return [self.args]
 
+    def new_epoch(self) -> int | None:
+        """Return the weight_epoch that the commit gives to new weights; None = it commits no weights."""
+        return None
+
     def message_to_commit(self, name: str) -> m.Args | None:
         """Return the second message to a replica."""
         raise AssertionError("only calls with Rule.COMMIT commit")

@@ -23,6 +23,7 @@ from fastdeploy.fleet.dispatch import Dispatcher, Lookups
 from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
+from fastdeploy.fleet.operators import operate
 from fastdeploy.fleet.peers import PeerLink, Peers
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
@@ -56,11 +57,13 @@ class FleetClient:
         self.peers = Peers(link, config, self._answer_peer, self._peer_gone) if link is not None else None
         self.membership = Membership(config, launcher, connector, self._members_changed, self.peers)
         self._control = FleetControl(config, self.membership, self._end_requests)
+        self.membership.following.end_requests = self._end_requests
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
         self._lookups = Lookups(state, members, self._make, self._looked_up)
-        self._dispatcher = Dispatcher(config, self.router, self._takers, self._max_waiting, self._lookups.ready)
+        ready = self._lookups.ready
+        self._dispatcher = Dispatcher(config, self.router, self._takers, self._max_waiting, ready, self._least_epoch)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
@@ -136,8 +139,15 @@ class FleetClient:
 
     def _takers(self) -> list[Replica]:
         """Return the replicas that take new requests now: of a gateway that follows, only while its view is valid."""
-        is_valid = self.peers is None or self.membership.leadership.leads or self.membership.following.valid
-        return self._open if is_valid else []
+        membership = self.membership
+        return self._open if self.peers is None or membership.leadership.is_sure or membership.following.valid else []
+
+    def _least_epoch(self) -> int:
+        """Return the oldest weight_epoch that a request of a session may get, see FleetView."""
+        if self.peers is None:
+            return 0
+        leads, views = self.membership.leadership.leads, self.membership.views
+        return views.least_epoch if leads else self.membership.following.view.least_epoch
 
     @property
     def closed_because(self) -> str:
@@ -182,7 +192,9 @@ class FleetClient:
         await self.require_engine()
         self.membership.require_known(request)
         if request.sampling.seed is None:
-            request = replace(request, sampling=request.sampling.seeded())
+            # Another gateway that is asked for the result of the same request computes the same tokens, if it is lost.
+            name = f"{self._config.fleet_id}/{request.request_id}" if request.retain_s > 0 else ""
+            request = replace(request, sampling=request.sampling.seeded(name))
         if (seen := self.router.seen(request)).began:
             request = replace(request, session_began=seen.began)
         holder = await self._holder(request) if request.retain_s > 0 else None
@@ -271,7 +283,7 @@ class FleetClient:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
-        if not args.reads:
+        if not args.reads and (self.peers is not None or not isinstance(args, m.ReplicaArgs)):
             await self._until_led()
         if isinstance(args, m.LoadAdapterArgs):
             with self._lookups.loading(args.lora_name):
@@ -281,13 +293,14 @@ class FleetClient:
 
     async def _make(self, args: m.Args) -> dict[str, Any]:
         """Make a call here, or let the gateway that leads make it."""
-        if self.peers is None or args.reads or not args.leader_only:
-            return await self._control.call(args)
+        is_operators = isinstance(args, m.ReplicaArgs)
         while True:
-            await self._until_led()
             leader = self.membership.following.leader
-            if self.membership.leadership.leads or not leader:
+            if not leader or args.reads or not (args.leader_only or is_operators):
+                if isinstance(args, m.ReplicaArgs):
+                    return await operate(self.membership, args)
                 return await self._control.call(args)
+            assert self.peers is not None
             there = self.peers.client(leader)
             if there.welcome is not None and (missing := lacking(args, there.welcome.knows)):
                 what = f"the gateway that leads (version {there.welcome.software}) does not know {', '.join(missing)}"
@@ -297,6 +310,7 @@ class FleetClient:
             except errors.NotLeader as refusal:
                 if refusal.detail.get("began", True):
                     raise
+                await self._until_led()
             except errors.EngineError as error:
                 if there.connected.is_set():  # it is the gateway's answer
                     raise
@@ -367,12 +381,13 @@ class FleetClient:
         if self.closing.is_set() and not self.connected.is_set():
             raise errors.EngineDead("the server is shutting down")
 
-    def _end_requests(self, args: m.Args) -> EndingCall:
+    def _end_requests(self, args: m.Args, before: float | None = None) -> EndingCall:
         """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
-        loop with the sending of the call, so nothing that waits goes to a replica behind the call."""
+        loop with the sending of the call, so nothing that waits goes to a replica behind the call. before: only those
+        that came before this time on the event loop's clock."""
         ending = EndingCall(args)
         for relay in list(self._relays.values()) if isinstance(args, ENDS) else ():
-            if ending.why(relay.request) is not None:
+            if ending.why(relay.request) is not None and (before is None or relay.began < before):
                 relay.endings.append(ending)
                 self._dispatcher.forget(relay.parts)
                 relay.end_parts()

@@ -17,7 +17,7 @@ from fastdeploy.fleet.call import Context
 from fastdeploy.fleet.calls import call_for
 from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.endings import EndingCall
+from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import EarlySending, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
@@ -37,11 +37,12 @@ class FleetControl:
     ):
         self._config = config
         self._membership = membership
-        self.state = membership.state
+        self.state, self._views = membership.state, membership.views
         self._end_requests = end_requests
         self._runs: dict[RunningCall, None] = {}
         self._early: dict[Source, EarlySending] = {}
         self._sleeping = asyncio.Lock()
+        self._in_order = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -51,7 +52,27 @@ class FleetControl:
 
         The call goes on if this coroutine is cancelled. Calls are sent in the order in which this function is called,
         unless their source must be sent to other hosts first. A sleep or wake-up is sent when the one before it has
-        ended."""
+        ended. Of several gateways, all know what the call has changed before it is answered."""
+        if self._views.has_followers and not args.reads:
+            return await asyncio.shield(asyncio.ensure_future(self._call_with_followers(args)))
+        return await self._call(args)
+
+    async def _call_with_followers(self, args: m.Args) -> dict[str, Any]:
+        """Make a call, with what it means for the other gateways. See fleet/view.py."""
+        async with self._in_order:
+            key = await self._views.announce(args) if isinstance(args, ENDS) else ""
+        failed, elsewhere = True, EndingCall(args)
+        try:
+            report = await self._call(args)
+            failed = False
+        finally:
+            if key:
+                elsewhere.ended = await self._views.conclude(key, failed)
+            else:
+                await self._views.caught_up()
+        return elsewhere.report(report)
+
+    async def _call(self, args: m.Args) -> dict[str, Any]:
         if isinstance(args, m.SleepArgs | m.WakeArgs):
             return await asyncio.shield(asyncio.ensure_future(self._call_in_turn(args)))
         source = getattr(args, "source", None)
@@ -78,7 +99,7 @@ class FleetControl:
             self._timer = None
         due = [hold.expires_at for hold in self.state.holds.values() if hold.expires_at is not None]
         due += [session.expires_at for session in self.state.weight_sessions.values() if session.open]
-        if due and not self._closed:
+        if due and not self._closed and self._membership.leadership.leads:
             self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
 
     async def _call_in_turn(self, args: m.Args) -> dict[str, Any]:
@@ -175,7 +196,8 @@ class FleetControl:
         participants = [members[name] for name in call.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
         ending = self._end_requests(args)
-        run = RunningCall(call, participants, ending, self.fence, self._ended, self._step_down)
+        announce = self._views.raise_least_epoch
+        run = RunningCall(call, participants, ending, self.fence, self._ended, self._step_down, announce)
         self._runs[run] = None
         run.start()
         return run.future
@@ -188,6 +210,9 @@ class FleetControl:
 
     def _ended(self, run: RunningCall) -> None:
         del self._runs[run]
+        if run.announced and not run.may_have_committed:
+            self._views.least_epoch = self.state.weight_epoch
+        self._views.changed()
         self.rearm()
 
     def _step_down(self, error: NotLeader) -> None:

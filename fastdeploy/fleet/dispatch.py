@@ -116,7 +116,8 @@ class Limit(NamedTuple):
 class Dispatcher:
     """The dispatcher of request parts to replicas. Those that must wait are sent in their order. open_replicas: those
     that take requests. max_waiting: returns how many choices that have been at no replica may wait here.
-    ready(adapter): see Lookups. Use from one event loop only."""
+    ready(adapter): see Lookups. least_epoch: returns that of all sessions, see FleetView. Use from one event loop
+    only."""
 
     def __init__(
         self,
@@ -125,12 +126,14 @@ class Dispatcher:
         open_replicas: Callable[[], Sequence[Replica]],
         max_waiting: Callable[[], int],
         ready: Callable[[str], bool] = lambda adapter: True,
+        least_epoch: Callable[[], int] = lambda: 0,
     ):
         self._failover_s = config.failover_s
         self._router = router
         self._open_replicas = open_replicas
         self._max_waiting = max_waiting
         self._ready = ready
+        self._least_epoch = least_epoch
         # The parts in their order, each with the number of its choices that count for max_waiting; and their sum.
         self._waiting: dict[RequestPart, int] = {}
         self._num_new = 0
@@ -196,8 +199,10 @@ class Dispatcher:
         """Send a part. Return False if no replica may have it now."""
         if not self._ready(part.relay.request.adapter):
             return False
-        relay, lost = part.relay, set(part.refused_by)
-        while (route := self._router.pick(relay.request, self._open_replicas(), relay.least_epoch, lost)) is not None:
+        relay, lost, epoch = part.relay, set(part.refused_by), part.relay.least_epoch
+        if relay.request.session and not relay.request.stale_ok:
+            epoch = max(epoch, self._least_epoch())
+        while (route := self._router.pick(relay.request, self._open_replicas(), epoch, lost)) is not None:
             try:
                 await relay.send(part, route)
             except EngineError:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.endings import EndingCall
 from fastdeploy.fleet.peers import Peers
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.view import NO_VIEW, FleetView, ReplicaView
 from fastdeploy.inter_communicator import messages as m
 
@@ -27,29 +30,46 @@ STEPS: dict[tuple[ReplicaState, ReplicaState], tuple[ReplicaEvent, ...]] = {
     (S.DRAINING, S.MEMBER): (E.UNDRAIN,),
     (S.DRAINING, S.JOINING): (E.DEPOSED,),
 }
+EndRequests = Callable[[m.Args, float | None], EndingCall]
+
+
+def _end_nothing(args: m.Args, before: float | None = None) -> EndingCall:
+    return EndingCall(args)
 
 
 class Following:
-    """The view that this gateway follows. peers: the other gateways; None = there is none. apply(view): takes over a
-    view. changed: called when the view becomes valid or invalid, and when the leader changes.
+    """The view that this gateway follows. peers: the other gateways; None = there is none. replicas: all, by name.
+    state: of the fleet. cut(replica, why): ends the connection to a replica, and begins another one. drop(replica,
+    why): forgets a replica. changed: called after each view, and when the view becomes valid or invalid, or the leader
+    changes.
 
-    leader: address of the gateway that is followed; "" = none. view: the last one, also after its end."""
+    leader: address of the gateway that is followed; "" = none. view: the last one, until this gateway leads.
+    end_requests(args, before): ends what a call must end here, of what came before this time on the event loop's
+    clock (None: all)."""
 
     def __init__(
         self,
         peers: Peers | None,
         config: FleetConfig,
-        apply: Callable[[FleetView], None],
+        replicas: Mapping[str, Replica],
+        state: FleetState,
+        cut: Callable[[Replica, str], None],
+        drop: Callable[[Replica, str], None],
         changed: Callable[[], None],
     ):
         self._peers = peers
         self._config = config
-        self._apply = apply
+        self._replicas = replicas
+        self._state = state
+        self._cut, self._drop = cut, drop
         self._changed = changed
         self._valid_until = 0.0
         self._expiry: asyncio.TimerHandle | None = None
+        self._decoder = msgspec.msgpack.Decoder(FleetView)
+        self._endings: dict[str, EndingCall] = {}
         self.leader = ""
         self.view = NO_VIEW
+        self.end_requests: EndRequests = _end_nothing
 
     @property
     def valid(self) -> bool:
@@ -70,23 +90,40 @@ class Following:
             self._changed()
         return followed
 
+    def end(self) -> None:
+        """Follow nobody: this gateway leads."""
+        self.view, self._endings = NO_VIEW, {}
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def place(self, replica: Replica) -> None:
+        """Bring a replica to the state that it has in the view, if this gateway follows one."""
+        now, welcome = self.view.replicas.get(replica.name), replica.client.welcome
+        if now is None or welcome is None or now.boot_id != welcome.boot_id:
+            return
+        for event in STEPS.get((replica.state, now.state), ()):
+            replica.advance(event)
+
+    # ------------------------------------------------------------------ inside
+
     async def _ask(self, leader: str, patience: asyncio.Timeout) -> None:
+        """Ask for one view after the other."""
         assert self._peers is not None
         now, client = asyncio.get_running_loop().time, self._peers.client(leader)
         while True:
             asked = now()
             # After a change of the leader, the first question acknowledges nothing.
             known = self.view if self.leader else NO_VIEW
-            reply = await client.call(m.FollowArgs(self._peers.endpoint, known.term, known.number))
+            reply = await client.call(m.FollowArgs(self._peers.endpoint, known.term, known.number, self._ended(known)))
             patience.reschedule(now() + self._config.lease_s)
-            was_valid, was_leader = self.valid, self.leader
             self._renew(asked)
             self.leader = leader
-            if (view := reply["view"]) is not None:
-                self.view = msgspec.convert(view, FleetView)
-                self._apply(self.view)
-            elif not was_valid or not was_leader:
-                self._changed()
+            if reply["view"] is not None:
+                self._apply(self._decoder.decode(reply["view"]))
+            self._changed()
 
     def _renew(self, asked: float) -> None:
         self._valid_until = asked + self._config.fence_after_s
@@ -94,13 +131,43 @@ class Following:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_at(self._valid_until, self._changed)
 
-    def close(self) -> None:
-        """Follow nobody any more."""
-        if self._expiry is not None:
-            self._expiry.cancel()
+    def _apply(self, view: FleetView) -> None:
+        """Take over a view."""
+        before, self.view = self.view, view
+        known = before.replicas if before.term == view.term else {}
+        self._state.follow(view.boot_id, view.adapters)
+        self._end_requests(view, is_first=not before.term)
+        for name in [name for name in view.removed if name in self._replicas]:
+            self._drop(self._replicas[name], "it was removed")
+        for name, replica in self._replicas.items():
+            now = view.replicas.get(name)
+            if now is not None:
+                replica.weight_epoch, replica.version, replica.drains = now.weight_epoch, now.version, now.drains
+            if _must_be_cut(replica, known.get(name), now):
+                self._cut(replica, "the gateway that leads has fenced or lost it")
+            self.place(replica)
+
+    def _end_requests(self, view: FleetView, is_first: bool) -> None:
+        """Take part in the calls of the view that end requests."""
+        for key, call in view.endings.items():
+            ending = self._endings.get(key)
+            if ending is None:
+                before = asyncio.get_running_loop().time() - (time.time() - call.at) if call.over else None
+                if call.failed or (call.over and is_first):
+                    ending = EndingCall(call.args)
+                else:
+                    ending = self.end_requests(call.args, before)
+            ending.failed = call.failed
+            self._endings[key] = ending
+        self._endings = {key: self._endings[key] for key in view.endings}
+
+    def _ended(self, view: FleetView) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return what the calls that are over in the view have ended here."""
+        over = {key: self._endings[key].ended for key, call in view.endings.items() if call.over}
+        return {key: {name: (e.choices, e.tokens) for name, e in ended.items()} for key, ended in over.items() if ended}
 
 
-def must_be_cut(replica: Replica, before: ReplicaView | None, now: ReplicaView | None) -> bool:
+def _must_be_cut(replica: Replica, before: ReplicaView | None, now: ReplicaView | None) -> bool:
     """Return whether the connection to a replica must end, because the gateway that leads has ended its own meanwhile.
     before: the replica in the last view of the same term."""
     if not replica.in_quorum and not replica.in_flight:

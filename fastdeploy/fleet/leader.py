@@ -14,6 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
@@ -32,6 +33,15 @@ async def _follow_nobody(leader: str) -> bool:
     return False
 
 
+@dataclass
+class Renewal:
+    """A renewal of the lease on ``num`` engines at once. until: its end, on the event loop's clock."""
+
+    until: float
+    num: int
+    answers: int = 0
+
+
 class GatewayLeadership:
     """The leadership of one gateway. replicas: all, by name. state: of the fleet. begin(reports): called when this
     gateway leads, with the answers of the engines from before. renewed(replica, revision): called after each renewal,
@@ -39,7 +49,8 @@ class GatewayLeadership:
     gateway does not lead any more. address: at which other gateways reach this one. follow(leader): follows the gateway
     at that address for as long as it leads, and returns whether it led.
 
-    fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads. why: why not."""
+    fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads, as far as it knows. why: why
+    not."""
 
     def __init__(
         self,
@@ -67,11 +78,18 @@ class GatewayLeadership:
         self.fleet = ""
         self.term = 0
         self.leads = False
+        self._sure_until = 0.0
         self.why = "this gateway does not lead yet: no engine is connected"
 
     def replicas_changed(self) -> None:
         """Look at the replicas again: one was added or removed, has connected, or was lost."""
         self._moved.set()
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether this gateway leads for sure: most members have renewed its lease in time. A gateway that stood still
+        is not sure for a moment. One that has no others needs not ask."""
+        return self.leads and (not self._address or asyncio.get_running_loop().time() < self._sure_until)
 
     def require(self) -> None:
         """Raise NotLeader unless this gateway leads, or EngineDead if it has seen no engine yet."""
@@ -115,6 +133,7 @@ class GatewayLeadership:
             self._deposed.clear()
             reports = await self._become_leader()
             self.leads, self.why = True, ""
+            self._sure_until = asyncio.get_running_loop().time() + self._config.lease_s / 2  # until the first renewal
             logger.info("leading fleet %s in term %d, with %d engines", self.fleet, self.term, len(reports))
             self._begin(reports)
             await self._keep()
@@ -123,7 +142,9 @@ class GatewayLeadership:
 
     def _args(self) -> m.LeadArgs:
         past = self._state.past_adapter_epoch
-        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s, past, self._address)
+        config, address = self._config, self._address
+        patience_s = config.fence_after_s / 2 if address else 0.0  # the call has to be answered in time
+        return m.LeadArgs(self.fleet, self.controller, self.term, config.lease_s, past, address, patience_s)
 
     def _connected(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.client.connected.is_set()]
@@ -211,9 +232,10 @@ class GatewayLeadership:
         """Renew the lease on all engines until another gateway leads."""
         while not self._deposed.is_set():
             revision = -1 if self._state.changing else self._state.revision
-            for replica in self._connected():
-                if self._is_led(replica):
-                    self._renew(replica, revision)
+            led = [replica for replica in self._connected() if self._is_led(replica)]
+            renewal = Renewal(asyncio.get_running_loop().time() + self._config.lease_s, len(led))
+            for replica in led:
+                self._renew(replica, revision, renewal)
             try:
                 await asyncio.wait_for(self._deposed.wait(), self._config.lease_s / 3)
             except TimeoutError:
@@ -223,7 +245,7 @@ class GatewayLeadership:
         report = replica.report
         return (report.get("controller"), report.get("term")) == (self.controller, self.term)
 
-    def _renew(self, replica: Replica, revision: int) -> None:
+    def _renew(self, replica: Replica, revision: int, renewal: Renewal) -> None:
         client = replica.client
 
         def answered(future: asyncio.Future[m.Reply]) -> None:
@@ -236,6 +258,9 @@ class GatewayLeadership:
             except FastDeployError as error:
                 logger.error("replica %s did not renew the lease: %s", replica.name, error)
             else:
+                renewal.answers += 1
+                if 2 * renewal.answers > renewal.num and self.leads:
+                    self._sure_until = max(self._sure_until, renewal.until)
                 self._renewed(replica, revision)
 
         client.post(self._args()).add_done_callback(answered)

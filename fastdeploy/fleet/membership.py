@@ -19,7 +19,7 @@ from fastdeploy.core.errors import (
     ReplicaNotFound,
 )
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.follow import STEPS, Following, must_be_cut
+from fastdeploy.fleet.follow import Following
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement, Roll
 from fastdeploy.fleet.leader import GatewayLeadership
@@ -30,7 +30,8 @@ from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.roll import RollingChange
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
-from fastdeploy.fleet.view import NO_VIEW, FleetView, Views
+from fastdeploy.fleet.view import Views
+from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.known_messages import lacking
 from fastdeploy.inter_communicator.transport import Connector
 
@@ -65,9 +66,9 @@ class Membership:
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
         self._address = peers.endpoint if peers is not None else ""
-        self.views = Views(config, self._address, self.replicas, self.state, *([peers.probe] if peers else []))
-        self.following = Following(peers, config, self._apply, changed)
-        self._followed = NO_VIEW
+        probe = peers.probe if peers is not None else lambda: None
+        self.views = Views(config, self._address, self.replicas, self.state, probe, lambda: self.leadership.is_sure)
+        self.following = Following(peers, config, self.replicas, self.state, self._cut, self._drop, changed)
         self.leadership = GatewayLeadership(
             config,
             self.replicas,
@@ -160,7 +161,13 @@ class Membership:
         replica.drains = True
         if replica.state is ReplicaState.MEMBER:
             replica.advance(ReplicaEvent.DRAIN)
+        await self.views.caught_up()
         await replica.idle.wait()
+        while self.views.has_followers and replica.client.connected.is_set():  # the others have sent requests, too
+            load = replica.keep_report(await replica.client.call(m.FleetStateArgs()))
+            if not load["running"] + load["waiting"]:
+                return
+            await asyncio.sleep(RETRY_S)
 
     def undrain(self, name: str) -> None:
         """Send requests to a drained replica again. Raises ReplicaNotFound."""
@@ -178,6 +185,7 @@ class Membership:
         except TimeoutError:
             logger.warning("replica %s is removed with %d choices in flight", name, replica.in_flight)
         self._drop(replica, "it was removed")
+        self.views.removed.append(name)
         await self._launcher.remove(name)
 
     async def add(self) -> str:
@@ -236,7 +244,7 @@ class Membership:
         elif placement != replica.placement:
             moved = placement.endpoint != replica.placement.endpoint
             replica.placement = placement
-            if moved and replica not in self._restarts:
+            if moved:
                 self._cut(replica, "it was started anew at another address")
 
     def _drop(self, replica: Replica, why: str) -> None:
@@ -258,6 +266,8 @@ class Membership:
 
     def _cut(self, replica: Replica, why: str) -> None:
         """Cut a replica off, and connect to it again. Somebody else restarts it, if it must be."""
+        if replica in self._restarts:
+            return
         replica.advance(ReplicaEvent.FENCE, why)
         replica.cut(why)
         self._restarts[replica] = self._spawn(self._reconnect(replica))
@@ -283,7 +293,7 @@ class Membership:
     def _replica_changed(self, replica: Replica) -> None:
         if replica.state is ReplicaState.JOINING:
             self._begin_join(replica)
-            self._follow_view(replica)
+            self.following.place(replica)
         elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
             join.cancel()
         if not replica.in_quorum:
@@ -352,31 +362,9 @@ class Membership:
 
     # ------------------------------------------------------------------ leadership
 
-    def _apply(self, view: FleetView) -> None:
-        """Take over the view of the gateway that leads."""
-        before, self._followed = self._followed, view
-        known = before.replicas if before.term == view.term else {}
-        self.state.follow(view.boot_id, view.adapters)
-        for name, replica in self.replicas.items():
-            now = view.replicas.get(name)
-            if now is not None:
-                replica.weight_epoch, replica.version, replica.drains = now.weight_epoch, now.version, now.drains
-            if must_be_cut(replica, known.get(name), now) and replica not in self._restarts:
-                self._cut(replica, "the gateway that leads has fenced or lost it")
-            self._follow_view(replica)
-        self._changed()
-
-    def _follow_view(self, replica: Replica) -> None:
-        """Bring a replica to the state that it has in the view of the gateway that leads, if there is one."""
-        now, welcome = self._followed.replicas.get(replica.name), replica.client.welcome
-        if self.leadership.leads or now is None or welcome is None or now.boot_id != welcome.boot_id:
-            return
-        for event in STEPS.get((replica.state, now.state), ()):
-            replica.advance(event)
-
     def _begin(self, reports: Sequence[StateReport]) -> None:
+        self.following.end()
         self._depose([replica for replica in self.replicas.values() if replica.in_quorum])
-        self._followed = NO_VIEW
         now = asyncio.get_running_loop().time()
         self.state.replace(rebuild(self.leadership.fleet, reports, now))
         serving = reference(self.leadership.fleet, reports)

@@ -108,7 +108,8 @@ class Peers:
             case m.Call(args=m.ModelInfoArgs(), call_id=call_id):  # the first one of each connection
                 self._send(caller, m.Reply(call_id, {}))
             case m.Call(args=args, call_id=call_id):
-                task = asyncio.get_running_loop().create_task(self._reply(caller, call_id, args))
+                answer = self._reply(caller, self._callers[caller].gateway, call_id, args)
+                task = asyncio.get_running_loop().create_task(answer)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case m.Malformed(why=why, call_id=int(call_id)):
@@ -117,11 +118,11 @@ class Peers:
             case _:
                 logger.error("a gateway sent a %s", type(message).__name__)
 
-    async def _reply(self, caller: str, call_id: int, args: m.Args) -> None:
+    async def _reply(self, caller: str, gateway: str, call_id: int, args: m.Args) -> None:
         result: dict[str, Any] = {}
         failure = None
         try:
-            result = await self._answer(self._callers[caller].gateway, args)
+            result = await self._answer(gateway, args)
         except FastDeployError as error:
             failure = m.Failure(error.code, error.message, error.detail)
         except Exception as error:

@@ -25,9 +25,10 @@ COMMANDS = {Phase.PREPARING: Command.PREPARE, Phase.COMMITTING: Command.COMMIT, 
 class RunningCall:
     """A call on ``replicas``. ending: the requests that the call ends. fence(replica, why): cuts a replica off.
     ended(call): called once, before the call is answered. not_leader(error): called if a replica is led by another
-    gateway; it ends this call.
+    gateway; it ends this call. announce(epoch): called before new weights are committed. The commit waits for the
+    future that it returns; None = it need not wait.
 
-    future: of the report. A caller may cancel it; the call goes on."""
+    announced: whether that was called. future: of the report. A caller may cancel it; the call goes on."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class RunningCall:
         fence: Callable[[Replica, str], None],
         ended: Callable[[RunningCall], None],
         not_leader: Callable[[NotLeader], None],
+        announce: Callable[[int], asyncio.Future[None] | None] = lambda epoch: None,
     ):
         self._loop = asyncio.get_running_loop()
         self._call = call
@@ -46,6 +48,8 @@ class RunningCall:
         self._fence = fence
         self._ended = ended
         self._not_leader = not_leader
+        self._announce = announce
+        self.announced = False
         self._transaction = Transaction(self._replicas, call.rule)
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -84,7 +88,12 @@ class RunningCall:
         if self._acting or self._over:
             return
         self._acting = True
+        self._carry_out()
+
+    def _carry_out(self) -> None:
         while self._actions:
+            if self._must_wait(self._actions[0]):
+                return
             action = self._actions.popleft()
             if isinstance(action, Send):
                 self._send(action.name, action.command)
@@ -97,6 +106,27 @@ class RunningCall:
         elif self._phase is not self._transaction.phase:
             self._phase = self._transaction.phase
             self._begin_wait(COMMANDS[self._phase])
+
+    def _must_wait(self, action: Action) -> bool:
+        """Return whether ``action`` begins a commit of new weights, and must wait. It is carried out later then."""
+        is_commit = isinstance(action, Send) and action.command is Command.COMMIT
+        if not is_commit or self.announced or (epoch := self._call.new_epoch()) is None:
+            return False
+        self.announced = True
+        if (waiting := self._announce(epoch)) is None:
+            return False
+        waiting.add_done_callback(self._announced)
+        return True
+
+    def _announced(self, waiting: asyncio.Future[None]) -> None:
+        if not self._over:
+            self._carry_out()
+
+    @property
+    def may_have_committed(self) -> bool:
+        """Whether the call has failed, and a replica that was lost may serve the new weights."""
+        votes = self._transaction.votes.values()
+        return self._transaction.phase is not Phase.DONE and Vote.LOST in votes
 
     def _send(self, name: str, command: Command) -> None:
         calls = [args for args in self._messages(name, command) if args is not None]

@@ -192,10 +192,13 @@ class CommitCall(WeightSessionCall[m.CommitUpdateArgs]):
     def messages_to_prepare(self, name: str) -> Sequence[m.Args]:
         return [replace(self.args, session_id=self.id_on(name), prepare=True, weight_epoch=None)]
 
-    def message_to_commit(self, name: str) -> m.Args | None:
+    def new_epoch(self) -> int:
         if self._epoch is None:
             self._epoch = self.state.next_epoch()
-        return replace(self.args, session_id=self.id_on(name), weight_epoch=self._epoch)
+        return self._epoch
+
+    def message_to_commit(self, name: str) -> m.Args | None:
+        return replace(self.args, session_id=self.id_on(name), weight_epoch=self.new_epoch())
 
     def work_s(self, command: Command) -> float:
         return self.stage_s() if command is Command.PREPARE else 0.0

@@ -18,7 +18,7 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.inter_communicator.control_call import Args
-from fastdeploy.inter_communicator.peer_calls import FollowArgs
+from fastdeploy.inter_communicator.peer_calls import FollowArgs, ReplicaArgs
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -209,7 +209,8 @@ class LeadArgs(Args, frozen=True):
     fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused
     with NotLeader, which shows the term that is in force, if a higher term has led, if this term is another
     controller's, or if the lease of another controller still runs on a live connection. past_adapter_epoch: as in
-    FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. gateway: as in Hello. Reply:
+    FleetStateArgs, of the whole fleet; the engine takes it if it is higher than its own. gateway: as in Hello.
+    patience_s: how long the engine waits for another gateway to acknowledge a Fence, before it drops that one. Reply:
     that of FleetStateArgs."""
 
     leader_only = False
@@ -220,6 +221,7 @@ class LeadArgs(Args, frozen=True):
     lease_s: float
     past_adapter_epoch: int = 0
     gateway: str = ""
+    patience_s: float = 0.0
 
 
 class FleetStateArgs(Args, frozen=True):

@@ -8,10 +8,12 @@ from fastdeploy.inter_communicator.control_call import Args
 class FollowArgs(Args, frozen=True):
     """The question of a gateway that follows to the one that leads: what of the fleet has changed? gateway: address of
     the one that asks. term, after: of the view that it has (see fleet/view.py), and acknowledges by this; 0 = none.
+    ended: for each call that is over in this view, how many choices it has ended in this gateway, and how many tokens
+    they have, by the ids that clients know.
 
-    Reply: {"view": the newest view, or null}. It comes as soon as there is a newer view, and without one after a while.
-    From the moment in which the question was sent, the view is valid for ``fence_after_s`` seconds. NotLeader with
-    "began" = false from a gateway that does not lead."""
+    Reply: {"view": the newest view (msgpack), or null}. It comes as soon as there is a newer view, and without one
+    after a while. From the moment in which the question was sent, the view is valid for ``fence_after_s`` seconds.
+    NotLeader with "began" = false from a gateway that does not lead."""
 
     gateways_only = True
     leader_only = False
@@ -19,3 +21,17 @@ class FollowArgs(Args, frozen=True):
     gateway: str
     term: int = 0
     after: int = 0
+    ended: dict[str, dict[str, tuple[int, int]]] = {}
+
+
+class ReplicaArgs(Args, frozen=True):
+    """A call of an operator on one replica, which the gateway that leads makes. action: add, drain, undrain or remove.
+    name: of the replica; "" for add. timeout_s: of a drain; None = that of a removed replica (FleetConfig.drain_s).
+    Reply: the entry of the replica in GET /v1/replicas, or {"name", "state"}."""
+
+    gateways_only = True
+    leader_only = False
+
+    action: str
+    name: str = ""
+    timeout_s: float | None = None

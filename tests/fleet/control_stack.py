@@ -18,6 +18,7 @@ from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.view import Views
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from fleet.fake_fleet import FakeEngine
@@ -36,6 +37,7 @@ class Members:
             config, self._replicas, self.state, lambda *args: None, lambda *args: None, print
         )
         self.leadership.leads, self.leadership.term = True, 1
+        self.views = Views(config, "", self._replicas, self.state)
 
     @property
     def quorum(self) -> list[Replica]:

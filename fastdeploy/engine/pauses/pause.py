@@ -205,7 +205,8 @@ class PauseState:
         # A later pause call does not replace the fence: a client that never acknowledges must not get more time.
         if self._fence is None or self._fence.overtaken:
             self._lifecycle.hand_over([])
-            self._fence = self._delivery.raise_fence(self.scope, self._clock() + FENCE_TIMEOUT_S)
+            deadline = self._clock() + self._delivery.fence_timeout_s(FENCE_TIMEOUT_S)
+            self._fence = self._delivery.raise_fence(self.scope, deadline)
         if self._fence.passed:
             self._quiesced()
 
@@ -246,7 +247,8 @@ class PauseState:
         self._lifecycle.hand_over([])
         for call in self._calls:
             call.note_silent(silent)
-        fence.deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
+        later = now + self._delivery.fence_timeout_s(FENCE_TIMEOUT_S)
+        fence.deadline = min(later, first_due) if silent.slow else later
 
     def _time_out(self, call: PauseCall, now: float) -> None:
         if self._drained():  # only the fence is missing, and the fence has its own deadline

@@ -95,6 +95,7 @@ class Delivery:
         self.clients: dict[str, ClientProcess] = {}  # by name
         self._unreachable: set[str] = set()
         self._fence_ids = count(1)
+        self._leader, self._patience_s = "", 0.0
         self._fences: dict[Scope, DeliveryFence] = {}  # raised and not lowered yet
 
     def send(self, client: str, message: m.ToClient) -> None:
@@ -176,6 +177,18 @@ class Delivery:
 
     # ------------------------------------------------------------------ fence
 
+    def lead(self, client: str, patience_s: float) -> None:
+        """Wait for the acknowledgements of other gateways than ``client`` for so long. 0 = there is no other one."""
+        self._leader, self._patience_s = client, patience_s
+
+    def _follows(self, client: str) -> bool:
+        return bool(self.clients[client].gateway) and client != self._leader
+
+    def fence_timeout_s(self, longest_s: float) -> float:
+        """Return the time for an acknowledgement."""
+        follows = self._patience_s and any(map(self._follows, self.clients))
+        return min(self._patience_s, longest_s) if follows else longest_s
+
     def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
         """Send a new fence. It replaces an earlier fence of this scope."""
         fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline)
@@ -193,11 +206,12 @@ class Delivery:
 
     def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
         """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process is known to
-        run. Nothing is known about processes of other machines."""
+        run. Nothing is known about processes of other machines. A gateway that follows another one is not kept: the
+        requests that it has here go on elsewhere, and the gateway that leads does not wait for long."""
         silent = SilentClients([], [])
         for client in list(fence.unacknowledged):
             pid, here, _ = self.clients[client]
-            if spare_running and here and self._runs(pid):
+            if spare_running and here and not self._follows(client) and self._runs(pid):
                 log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
                 silent.slow.append(pid)
                 continue

@@ -65,6 +65,10 @@ def fleet_router(context: ServingContext) -> APIRouter:
             raise ControlError("this server is not the gateway of a fleet: it has one replica, itself")
         return context.client.membership
 
+    async def operate(args: m.ReplicaArgs) -> dict[str, Any]:
+        membership()  # raises for a server that is no gateway
+        return await context.client.call(args)
+
     @router.get("/v1/replicas")
     @RouteAccess.DATA
     async def replicas(request: Request) -> Response:
@@ -87,33 +91,26 @@ def fleet_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/replicas/add")
     async def add() -> Response:
         """Start one more replica. The answer has its name; the replica joins when it is ready."""
-        return envelope({"name": await membership().add()})
+        return envelope(await operate(m.ReplicaArgs("add")))
 
     @router.post("/v1/replicas/drain", openapi_extra=takes(DrainBody, query=True))
     async def drain(request: Request) -> Response:
         """Send no new request to the replica. The answer comes when nothing runs there, or after timeout_s; then
         ``in_flight`` is above 0, and the replica goes on draining."""
-        body, fleet = await read(request, DrainBody), membership()
-        try:
-            async with asyncio.timeout(body.timeout_s):
-                await fleet.drain(body.name)
-        except TimeoutError:
-            pass
-        return envelope(fleet.find(body.name).describe())
+        body = await read(request, DrainBody)
+        return envelope(await operate(m.ReplicaArgs("drain", body.name, body.timeout_s)))
 
     @router.post("/v1/replicas/undrain", openapi_extra=takes(ReplicaBody, query=True))
     async def undrain(request: Request) -> Response:
         """Send new requests to the replica again."""
-        body, fleet = await read(request, ReplicaBody), membership()
-        fleet.undrain(body.name)
-        return envelope(fleet.find(body.name).describe())
+        body = await read(request, ReplicaBody)
+        return envelope(await operate(m.ReplicaArgs("undrain", body.name)))
 
     @router.post("/v1/replicas/remove", openapi_extra=takes(RemoveBody, query=True))
     async def remove(request: Request) -> Response:
         """Drain the replica, and end it for good. Its name is not used again."""
-        body, fleet = await read(request, RemoveBody), membership()
-        await fleet.remove(body.name, body.drain_s)
-        return envelope({"name": body.name, "state": ReplicaState.REMOVED.value})
+        body = await read(request, RemoveBody)
+        return envelope(await operate(m.ReplicaArgs("remove", body.name, body.drain_s)))
 
     @router.post("/v1/replicas/roll", openapi_extra=takes(RollBody, query=True))
     async def roll(request: Request) -> Response:
