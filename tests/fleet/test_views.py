@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from e2e.server import until
+from fastdeploy.core.errors import WrongOrder
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.replica import ReplicaState
@@ -118,14 +119,18 @@ def test_no_session_sees_new_weights_and_then_old_ones_through_two_gateways(pool
         assert {r.weight_epoch for r in fleet.follower.client.membership.quorum} == {1}
 
 
-def test_a_call_that_fences_a_replica_is_answered_when_no_gateway_has_anything_of_it(fleet, pool):
+def test_a_call_that_fences_a_replica_is_answered_when_no_gateway_has_anything_of_it(fleet):
     leader, follower = fleet.leader, fleet.follower
-    HeldCalls(fleet.engines[1], m.PauseArgs)
+    post(follower, "/v1/pause", mode="keep", hold_id="trainer")
+
+    def refuse(*args: Any) -> None:
+        raise WrongOrder("not now")
+
+    fleet.engines[1].engine._on_call[m.ResumeArgs] = refuse
     with follower.stopped_gateway():
-        report = post(leader, "/v1/pause", mode="keep", hold_id="trainer")
+        report = post(leader, "/v1/resume", hold_id="trainer")
         assert [entry["status"] for entry in report["replicas"]] == ["done", "fenced"]
         assert follower.client.membership.following._valid_until <= leader.loop.time()
-    assert post(follower, "/v1/resume", hold_id="trainer")["released"] == ["trainer"]
 
 
 def test_a_replica_that_is_fenced_is_cut_off_by_every_gateway_and_its_requests_go_on(pool):
