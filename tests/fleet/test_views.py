@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from e2e.server import until
 from fastdeploy.core.errors import WrongOrder
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.endings import EndingCall
+from fastdeploy.fleet.follow import Following
 from fastdeploy.fleet.replica import ReplicaState
+from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.view import NO_VIEW, EndingView
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeEngine, FakeGateway
 from fleet.gateways import QUICK, Gateways, gateways
@@ -209,3 +216,27 @@ def test_a_request_that_is_kept_is_taken_up_at_another_gateway_and_has_a_seed_of
     assert len(seeds) == 1 and SamplingParams().seeded("fleet-1/other").seed not in seeds
     assert SamplingParams(seed=3).seeded("fleet-1/kept").seed == 3
     assert SamplingParams().seeded().seed != SamplingParams().seeded().seed
+
+
+async def test_a_gateway_that_hears_late_of_an_abort_ends_only_what_came_before_it():
+    now, heard = asyncio.get_running_loop().time, []
+    nothing = lambda *args: None  # noqa: E731
+    abort = m.AbortArgs(abort_all=True)
+
+    def end(args: m.Args, before: float | None) -> EndingCall:
+        heard.append((args, before))
+        return EndingCall(args)
+
+    for known, calls in ((replace(NO_VIEW, term=1, number=1), 1), (NO_VIEW, 0)):
+        following = Following(None, QUICK, {}, FleetState(), nothing, nothing, nothing)
+        following.view, following.end_requests = known, end
+        late = EndingView(abort, time.time() - 5.0, over=True)
+        following._apply(replace(NO_VIEW, term=1, number=2, endings={"late": late}))
+        assert len(heard) == calls, "a gateway that had no view has no request from before"
+        heard, end_times = [], [before for _, before in heard]
+        assert all(before is not None and before < now() - 4.0 for before in end_times)
+        following._apply(
+            replace(NO_VIEW, term=1, number=3, endings={"late": late, "runs": EndingView(abort, time.time())})
+        )
+        assert heard == [(abort, None)], "each call is heard once"
+        heard = []
