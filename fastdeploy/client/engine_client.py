@@ -80,7 +80,8 @@ class EngineClient:
         self.closing = asyncio.Event()  # the server shuts down
         self.welcome: m.Welcome | None = None
         self.model_info: dict[str, Any] = {}
-        self.load = m.Load()  # as the engine has told it last
+        self.load = m.Load()  # as the engine has told it last,
+        self.num_tells = 0  # and how often it has
 
     # ------------------------------------------------------------------ life
 
@@ -183,8 +184,7 @@ class EngineClient:
         self._num_received += 1
         match message:
             case m.Outputs(outputs=outputs, load=load):
-                if load is not None:
-                    self.load = load
+                self._told(load)
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
                         stream.put(output)
@@ -204,9 +204,14 @@ class EngineClient:
             case m.Welcome():
                 self._welcomed(message)
             case m.Heartbeat(load=load):
-                self.load = load
+                self._told(load)
             case m.Goodbye():
                 raise errors.EngineDead("the engine dropped this API server")
+
+    def _told(self, load: m.Load | None) -> None:
+        if load is not None:
+            self.load = load
+            self.num_tells += 1
 
     def _wake(self) -> None:
         """Wake readers, a few in each round of the event loop. So the reply to a call that ends thousands of requests

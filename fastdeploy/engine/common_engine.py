@@ -41,6 +41,7 @@ from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import NonFiniteWatch
 from fastdeploy.scheduler.drafts import Drafter
 
+TELL_S = 0.05  # the age of the loads by which several gateways choose replicas (benchmarks/fleet.py --doors)
 log = logging.getLogger("fastdeploy.engine")
 
 
@@ -116,7 +117,7 @@ class CommonEngine:
         self._adapter_reads, self._switch = self.adapters.reads, parts.switch
         add_gauges(parts, config)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
-        self._next_heartbeat, self._told_epoch, self._stopping, self._was_busy = 0.0, 0, False, False
+        self._next_heartbeat, self._next_tell, self._stopping, self._was_busy = 0.0, 0.0, False, False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
             AddRequest: parts.admission.add,
@@ -202,6 +203,7 @@ class CommonEngine:
             self.viewers.next_deadline(),
             self.lifecycle.next_deadline(),
             self._next_heartbeat,
+            self._next_tell if self.scheduler.load.changed else None,
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
@@ -232,17 +234,21 @@ class CommonEngine:
         return self._inbox.pause_has_come()
 
     def send_heartbeats(self) -> None:
-        """Send every client a heartbeat, once in heartbeat_s and when the weights have changed. A client that hears
-        nothing for stall_s kills this process as stuck.
+        """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
+        this process as stuck. The gateways of a fleet get one after each change of the load, at most once in TELL_S.
 
         The loop sends the heartbeats, because a separate thread would go on when the loop hangs. So long work must call
         this function between its pieces: each layer of a step, each slice of prompt logprobs. A piece takes
         milliseconds, or about a second on a slow machine. No request changes.
         """
-        now, epoch = self._clock(), self.scopes.base.served.weight_epoch
-        if now >= self._next_heartbeat or epoch != self._told_epoch:
-            self._next_heartbeat, self._told_epoch = now + self.config.heartbeat_s, epoch
+        now = self._clock()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.config.heartbeat_s
             self.delivery.send_heartbeats()
+        elif self.scheduler.load.changed and now >= self._next_tell:
+            self._next_tell = now + TELL_S
+            self.scheduler.load.changed = False
+            self.delivery.tell_gateways()
 
     # ------------------------------------------------------------------ messages
 

@@ -84,4 +84,4 @@ class EngineParts:
 
     def load_beside(self, client: str) -> Load:
         """Return the load that ``client`` is told."""
-        return Load(*self.scheduler.load.beside(client), self.scopes.base.served.weight_epoch)
+        return Load(*self.scheduler.load.beside(client))

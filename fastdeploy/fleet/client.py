@@ -21,6 +21,7 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.dispatch import Dispatcher, Lookups
 from fastdeploy.fleet.endings import ENDS, EndingCall
+from fastdeploy.fleet.homes import Homes
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.operators import operate
@@ -62,8 +63,9 @@ class FleetClient:
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
         self._lookups = Lookups(state, members, self._make, self._looked_up)
-        ready = self._lookups.ready
-        self._dispatcher = Dispatcher(config, self.router, self._takers, self._max_waiting, ready, self._least_epoch)
+        address, ready = self.peers.endpoint if self.peers is not None else "", self._lookups.ready
+        self._homes = Homes(self.router, self._takers, address, lambda: self.membership.view.gateways, self._ask)
+        self._dispatcher = Dispatcher(config, self._homes, self._takers, self._max_waiting, ready, self._least_epoch)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
@@ -195,8 +197,7 @@ class FleetClient:
             # Another gateway that is asked for the result of the same request computes the same tokens, if it is lost.
             name = f"{self._config.fleet_id}/{request.request_id}" if request.retain_s > 0 else ""
             request = replace(request, sampling=request.sampling.seeded(name))
-        if (seen := self.router.seen(request)).began:
-            request = replace(request, session_began=seen.began)
+        seen = self.router.seen(request)
         holder = await self._holder(request) if request.retain_s > 0 else None
         self._require_unused(request)  # after the wait above, in which another request with this id may have begun
         fingerprint = request.fingerprint if request.retain_s > 0 else ""
@@ -321,10 +322,17 @@ class FleetClient:
         """Answer a call of another gateway."""
         if isinstance(args, m.FollowArgs):
             return await self.membership.views.poll(args)
+        if isinstance(args, m.PlaceArgs):
+            return await self._homes.answer(args)
         leadership = self.membership.leadership
         if not leadership.leads:
             raise errors.NotLeader(f"this gateway does not lead: {leadership.why}", began=False)
         return await self.call(args)
+
+    async def _ask(self, gateway: str, args: m.PlaceArgs) -> dict[str, Any]:
+        """Ask another gateway."""
+        assert self.peers is not None
+        return await self.peers.client(gateway).call(args)
 
     def _peer_gone(self, gateway: str) -> None:
         self.membership.views.gone(gateway)

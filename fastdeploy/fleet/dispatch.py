@@ -25,9 +25,10 @@ from fastdeploy.core.errors import (
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.homes import Homes
 from fastdeploy.fleet.relay import Relay, RequestPart
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.router import Route, may_have
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
 
@@ -122,18 +123,18 @@ class Dispatcher:
     def __init__(
         self,
         config: FleetConfig,
-        router: Router,
+        homes: Homes,
         open_replicas: Callable[[], Sequence[Replica]],
         max_waiting: Callable[[], int],
         ready: Callable[[str], bool] = lambda adapter: True,
         least_epoch: Callable[[], int] = lambda: 0,
     ):
         self._failover_s = config.failover_s
-        self._router = router
+        self._homes = homes
         self._open_replicas = open_replicas
         self._max_waiting = max_waiting
         self._ready = ready
-        self._least_epoch = least_epoch
+        self._session_epoch = least_epoch
         # The parts in their order, each with the number of its choices that count for max_waiting; and their sum.
         self._waiting: dict[RequestPart, int] = {}
         self._num_new = 0
@@ -151,7 +152,7 @@ class Dispatcher:
         DuplicateRequest, and QueueFull for a part that would wait beyond max_waiting."""
         if holder is not None:
             with contextlib.suppress(EngineError):
-                await part.relay.send(part, self._router.route_to(holder, part.relay.request))
+                await part.relay.send(part, Route(holder, 0))
                 return
         if self._waiting or not await self._send(part):
             if self._num_new + part.num > (limit := self._max_waiting()):
@@ -199,10 +200,12 @@ class Dispatcher:
         """Send a part. Return False if no replica may have it now."""
         if not self._ready(part.relay.request.adapter):
             return False
-        relay, lost, epoch = part.relay, set(part.refused_by), part.relay.least_epoch
-        if relay.request.session and not relay.request.stale_ok:
-            epoch = max(epoch, self._least_epoch())
-        while (route := self._router.pick(relay.request, self._open_replicas(), epoch, lost)) is not None:
+        relay, lost = part.relay, set(part.refused_by)
+        while (route := await self._homes.place(relay.request, self._least_epoch(relay), lost)) is not None:
+            if part not in relay.parts:  # it has ended while another gateway was asked,
+                return True
+            if not self._open_replicas() or not may_have(route.replica, self._least_epoch(relay), lost):
+                continue  # or the replica has
             try:
                 await relay.send(part, route)
             except EngineError:
@@ -210,6 +213,12 @@ class Dispatcher:
             else:
                 return True
         return False
+
+    def _least_epoch(self, relay: Relay) -> int:
+        """Return the oldest weight_epoch that the next token of a request may have."""
+        if relay.request.stale_ok:
+            return 0
+        return max(relay.seen.epoch, self._session_epoch()) if relay.request.session else relay.seen.epoch
 
     def _wait(self, part: RequestPart) -> None:
         if part not in self._waiting:
@@ -238,7 +247,8 @@ class Dispatcher:
         if limit.stop_reason:
             relay.end(part.open_choices, limit.why, limit.stop_reason)
         else:
-            old = f" with weight_epoch {relay.least_epoch} or later" if relay.least_epoch else ""
+            epoch = self._least_epoch(relay)
+            old = f" with weight_epoch {epoch} or later" if epoch else ""
             relay.outer.fail(EngineDead(f"no replica{old} took the request within {self._failover_s:g} s"))
 
     async def _send_all(self) -> None:

@@ -89,6 +89,11 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica.in_quorum]
 
     @property
+    def view(self) -> FleetView:
+        """What all gateways of the fleet know."""
+        return self.views.view if self.leadership.leads else self.following.view
+
+    @property
     def open(self) -> list[Replica]:
         """The replicas that take new requests."""
         return [replica for replica in self.replicas.values() if replica.state is ReplicaState.MEMBER]

@@ -119,11 +119,6 @@ class Relay:
         """The id that the client knows."""
         return self.request.group or self.request.request_id
 
-    @property
-    def least_epoch(self) -> int:
-        """The oldest weight_epoch that the next token may have."""
-        return 0 if self.request.stale_ok else self.seen.epoch
-
     def whole(self) -> RequestPart:
         """Return the request as one part."""
         part = RequestPart(self, 0, self.request.n, self.request.request_id)
@@ -132,7 +127,11 @@ class Relay:
 
     async def send(self, part: RequestPart, route: Route) -> None:
         """Send ``part`` to a replica. Raises EngineDead if the replica is lost before."""
-        request = part.request(asyncio.get_running_loop().time())
+        request = replace(
+            part.request(asyncio.get_running_loop().time()),
+            session_began=self.seen.began,
+            expected_cached=route.cached,
+        )
         make = partial(Attempt, part, route)
         attempt = await route.replica.client.submit(request, self.outer.reader, make)
         assert isinstance(attempt, Attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -16,6 +17,7 @@ from fastdeploy.inter_communicator.known_messages import Known, cannot
 from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
+TELLS = 2  # the first load that an engine tells after a choice may be that of before the request came
 LOAD = ("running", "waiting", "available_gpu_block_num", "max_num_seqs")
 
 
@@ -66,6 +68,28 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (S.DRAINING, E.DEPOSED): S.JOINING,
     **{(state, E.REMOVE): S.REMOVED for state in S if state is not S.REMOVED},
 }
+
+
+class Promises:
+    """The requests for which this gateway has chosen a replica, and which another one sends there (see homes.py), until
+    the engine has told its load with them. choices, load: of these, as in Replica."""
+
+    def __init__(self) -> None:
+        self.choices = self.load = 0
+        self._promises: deque[tuple[int, int, int]] = deque()
+
+    def add(self, num_tells: int, choices: int, load: int) -> None:
+        """Count a request. num_tells: how often the engine has told its load."""
+        self._promises.append((num_tells, choices, load))
+        self.choices += choices
+        self.load += load
+
+    def forget_told(self, num_tells: int) -> None:
+        """Forget what the engine must have told by now."""
+        while self._promises and num_tells >= self._promises[0][0] + TELLS:
+            _, choices, load = self._promises.popleft()
+            self.choices -= choices
+            self.load -= load
 
 
 class Replica:
@@ -166,6 +190,7 @@ class Replica:
     def _new_client(self, connector: Connector) -> EngineClient:
         self._life += 1
         life = self._life
+        self.promises = Promises()
 
         def connected() -> None:
             if life == self._life:  # else a late event of an old connection

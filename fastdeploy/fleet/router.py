@@ -8,10 +8,12 @@ another one by more than the prefix.
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica, ReplicaState
@@ -32,7 +34,6 @@ GROUP_SLACK = GROUP_CHOICES * CHOICE_TOKENS
 MAX_SESSIONS = 65536
 MAX_GROUPS = 4096
 KEY_TOKENS = 16
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Seen:
@@ -57,19 +58,44 @@ class Home(Seen):
         self.tokens = 0
 
 
+class Wanted(NamedTuple):
+    """What the choice of a replica depends on. group: key of the requests that have the same prompt, or are prompts of
+    the same call. length: tokens of the prompt. num: choices."""
+
+    session: str
+    group: str
+    length: int
+    num: int
+
+    @classmethod
+    def by(cls, request: AddRequest) -> Wanted:
+        """Return what ``request`` wants."""
+        prompt = request.prompt_token_ids
+        group = request.group
+        if not group:  # The ends of a prompt stand for all of it: a wrong guess costs a prefill.
+            key = hashlib.blake2b(f"{request.adapter}\0{request.cache_salt}\0{len(prompt)}".encode(), digest_size=12)
+            key.update(array("q", prompt[:KEY_TOKENS] + prompt[-KEY_TOKENS:]))
+            group = key.hexdigest()
+        return cls(request.session, group, len(prompt), request.n)
+
+
 class Route:
-    """The work of one request at its replica, as it is counted in the replica's load. prefill: prompt tokens that the
-    replica computes. per_choice: cost of each choice that has not ended. expected: tokens of the prompt that should be
-    cached there."""
+    """The work of one request at its replica, as it is counted in the replica's load. length: tokens of the prompt.
+    cached: of these, those that are expected to be cached there. known: of these, those that its session has there."""
 
-    __slots__ = ("_expected", "_num", "_per_choice", "_prefill", "replica")
+    __slots__ = ("_num", "_per_choice", "_prefill", "cached", "known", "replica")
 
-    def __init__(self, replica: Replica, prefill: int, per_choice: int, expected: int = 0):
+    def __init__(self, replica: Replica, length: int, cached: int = 0, known: int = 0):
         self.replica = replica
-        self._expected = expected
-        self._prefill = prefill
-        self._per_choice = per_choice
+        self.cached = cached
+        self.known = known
+        self._prefill = length - cached
+        self._per_choice = CHOICE_TOKENS + length // CONTEXT_SHARE
         self._num = 0
+
+    def promise(self, num: int) -> None:
+        """Count a request with ``num`` choices that another gateway sends, until the engine tells it."""
+        self.replica.promises.add(self.replica.client.num_tells, num, self._prefill + num * self._per_choice)
 
     def began(self, num: int) -> None:
         """Count a request with ``num`` choices."""
@@ -79,8 +105,8 @@ class Route:
 
     def started(self, cached_tokens: int) -> None:
         """Count the first output: the prompt is computed, but for those tokens that were cached."""
-        if self._expected:
-            found = min(cached_tokens / self._expected, 1.0)
+        if self.known:
+            found = min(cached_tokens / self.known, 1.0)
             self.replica.trust += TRUST_STEP * (found - self.replica.trust)
         self._computed()
 
@@ -107,7 +133,7 @@ class Router:
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, Home] = OrderedDict()
-        self._groups: OrderedDict[Hashable, Home] = OrderedDict()
+        self._groups: OrderedDict[str, Home] = OrderedDict()
 
     def seen(self, request: AddRequest) -> Seen:
         """Return what the client of ``request`` has seen."""
@@ -117,19 +143,39 @@ class Router:
         home.began = home.began or time.time()
         return home
 
+    def began(self, session: str, at: float = 0.0) -> float:
+        """Return when the first request of a session came, as time.time(). at: when one came to another gateway; 0 =
+        that is not known."""
+        home = _recall(self._sessions, session, self._max_sessions)
+        if at and (not home.began or at < home.began):
+            home.began = at
+        return home.began
+
+    def where(self, session: str) -> tuple[Replica | None, int]:
+        """Return the replica of a session, and the length of the prefix there."""
+        home = self._sessions.get(session)
+        return (home.replica, home.tokens) if home is not None else (None, 0)
+
+    def remember(self, session: str, replica: Replica, tokens: int) -> None:
+        """Set the replica of a session, and the length of the prefix there."""
+        home = _recall(self._sessions, session, self._max_sessions)
+        home.replica, home.tokens = replica, tokens
+
     def pick(
-        self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
+        self, wanted: Wanted, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
     ) -> Route | None:
-        """Return the route of ``request`` to one of ``replicas`` that serves weights not older than ``epoch``, or None
-        if none may have it now. Takes time in proportion to the replicas, unless the session's own is clearly cheap."""
-        length = len(request.prompt_token_ids)
-        home = _recall(self._sessions, request.session, self._max_sessions) if request.session else None
+        """Return the route to one of ``replicas`` that serves weights not older than ``epoch``, or None if none may
+        have the request now. Takes time in proportion to the replicas, unless the session's own is clearly cheap."""
+        length = wanted.length
+        home = _recall(self._sessions, wanted.session, self._max_sessions) if wanted.session else None
         # The first request of a session goes as one without a session: to the other samples of its prompt.
         near, slack = (
-            (home, 0) if home is not None and home.replica is not None else (self._group(request), GROUP_SLACK)
+            (home, 0)
+            if home is not None and home.replica is not None
+            else (_recall(self._groups, wanted.group, MAX_GROUPS), GROUP_SLACK)
         )
         place, cached = None, 0
-        if near.replica is not None and _may_have(near.replica, epoch, refused_by):
+        if near.replica is not None and may_have(near.replica, epoch, refused_by):
             place, cached = near.replica, min(near.tokens, length - 1)
             saved = int(cached * place.trust)
             work = cost_at(place)
@@ -145,21 +191,7 @@ class Router:
         near.replica, near.tokens = place, length
         if home is not None:
             home.replica, home.tokens = place, length
-        prefill = length - int(cached * place.trust)
-        return Route(place, prefill, CHOICE_TOKENS + length // CONTEXT_SHARE, cached if near is home else 0)
-
-    def route_to(self, replica: Replica, request: AddRequest) -> Route:
-        """Return a route to ``replica``, which runs the request already or has its result."""
-        return Route(replica, 0, CHOICE_TOKENS)
-
-    def _group(self, request: AddRequest) -> Home:
-        """Return the home of the requests that have the same prompt, or are prompts of the same call."""
-        prompt = request.prompt_token_ids
-        # The ends of a prompt stand for all of it: a wrong guess costs a prefill.
-        key: Hashable = request.group or (
-            request.adapter, request.cache_salt, len(prompt), *prompt[:KEY_TOKENS], *prompt[-KEY_TOKENS:]
-        )  # fmt: skip
-        return _recall(self._groups, key, MAX_GROUPS)
+        return Route(place, length, int(cached * place.trust), cached if near is home else 0)
 
     def grown(self, session: str, tokens: int) -> None:
         """Set the length of ``session`` after its last turn: ``tokens`` tokens in all."""
@@ -167,7 +199,7 @@ class Router:
             home.tokens = tokens
 
 
-def _recall(homes: OrderedDict[Key, Home], key: Key, limit: int) -> Home:
+def _recall(homes: OrderedDict[str, Home], key: str, limit: int) -> Home:
     """Return the home of ``key``, and make it the newest one."""
     if (home := homes.get(key)) is None:
         home = homes[key] = Home()
@@ -179,21 +211,32 @@ def _recall(homes: OrderedDict[Key, Home], key: Key, limit: int) -> Home:
 
 
 def cost_at(replica: Replica) -> int:
-    """Return the work in front of a new request at ``replica``, in prompt tokens."""
-    queued = replica.in_flight - replica.slots
-    return replica.load + queued * QUEUED_TOKENS if queued > 0 else replica.load
+    """Return the work in front of a new request at ``replica``, in prompt tokens: that of this gateway, and that of
+    others as the engine has told it last."""
+    others = replica.client.load
+    promises = replica.promises
+    promises.forget_told(replica.client.num_tells)
+    choices = replica.in_flight + others.choices + promises.choices
+    work = (
+        replica.load
+        + promises.load
+        + others.prompt_tokens
+        + others.choices * CHOICE_TOKENS
+        + others.context // CONTEXT_SHARE
+    )
+    return work + max(choices - replica.slots, 0) * QUEUED_TOKENS
 
 
 def _least_loaded(replicas: Sequence[Replica], epoch: int, refused_by: Collection[str]) -> Replica | None:
     best, least = None, 0
     for replica in replicas:
         work = cost_at(replica)
-        if (best is None or work < least) and _may_have(replica, epoch, refused_by):
+        if (best is None or work < least) and may_have(replica, epoch, refused_by):
             best, least = replica, work
     return best
 
 
-def _may_have(replica: Replica, epoch: int, refused_by: Collection[str]) -> bool:
+def may_have(replica: Replica, epoch: int, refused_by: Collection[str]) -> bool:
     """Return whether a replica is open, and its weights are not too old. All members have the same adapters."""
     open_now = replica.state is ReplicaState.MEMBER and replica.name not in refused_by
     return open_now and replica.weight_epoch >= epoch

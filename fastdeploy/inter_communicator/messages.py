@@ -18,7 +18,7 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE
 from fastdeploy.inter_communicator.control_call import Args
-from fastdeploy.inter_communicator.peer_calls import FollowArgs, ReplicaArgs
+from fastdeploy.inter_communicator.peer_calls import FollowArgs, PlaceArgs, ReplicaArgs
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -350,13 +350,11 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What an engine has to do for other clients than the one that reads this. choices: that have not ended.
-    prompt_tokens: to compute before the first tokens of these. context: the sum of the choices' prompts, in tokens.
-    weight_epoch: of the weights that serve the base model."""
+    prompt_tokens: to compute before the first tokens of these. context: the sum of the choices' prompts, in tokens."""
 
     choices: int = 0
     prompt_tokens: int = 0
     context: int = 0
-    weight_epoch: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -397,9 +395,9 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sign that the engine's loop is not stuck."""
+    """Sign that the engine's loop is not stuck. load: None = as it was told last."""
 
-    load: Load = Load()
+    load: Load | None = None
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

@@ -35,3 +35,27 @@ class ReplicaArgs(Args, frozen=True):
     action: str
     name: str = ""
     timeout_s: float | None = None
+
+
+class PlaceArgs(Args, frozen=True):
+    """The question of a gateway to the home of a request (see fleet/homes.py): which replica shall have it? sender:
+    address of the gateway that has the request. session, group, length, num: see Wanted (fleet/router.py). epoch: the
+    oldest weight_epoch that the replica may serve. refused_by: names of replicas that have refused it. began:
+    time.time() of the session's first request, as far as the gateway knows. replica, tokens: where it has seen the
+    session last, and the length of the prefix there.
+
+    Reply: {"replica": its name; "" = none may have it now}, and if there is one: {"cached": tokens of the prompt that
+    are expected to be cached there, "known": those that the session has there, "began": of the session}."""
+
+    gateways_only = True
+
+    sender: str
+    session: str
+    group: str
+    length: int
+    num: int
+    epoch: int
+    refused_by: list[str]
+    began: float
+    replica: str
+    tokens: int

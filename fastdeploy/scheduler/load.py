@@ -17,15 +17,17 @@ class _Work:
 
 
 class LoadBook:
-    """The unfinished work of all requests, and the part of each client."""
+    """The unfinished work of all requests, and the part of each client. changed: set by each change."""
 
     def __init__(self) -> None:
         self._all = _Work()
+        self.changed = False
         self._by_sender: dict[str, _Work] = {}
 
     def add(self, request: Request) -> None:
         """Count one choice of a group, and with the first choice the group's prompt."""
         group = request.group
+        self.changed = True
         if group.sender not in self._by_sender:
             self._by_sender[group.sender] = _Work()
         for work in (self._all, self._by_sender[group.sender]):
@@ -43,6 +45,7 @@ class LoadBook:
     def end(self, request: Request) -> None:
         """Count nothing any more of a choice."""
         group = request.group
+        self.changed = True
         if group.prefill:
             self.started(group)
         for work in (self._all, self._by_sender[group.sender]):
@@ -70,5 +73,6 @@ class LoadBook:
         assert work.prompt_tokens == sum({id(r.group): r.group.prefill for r in live}.values())
 
     def _count_prompt(self, group: Group, tokens: int) -> None:
+        self.changed = True
         self._all.prompt_tokens += tokens
         self._by_sender[group.sender].prompt_tokens += tokens

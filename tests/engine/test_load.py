@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastdeploy.engine.common_engine import TELL_S
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner
 from support.harness import Harness
@@ -57,9 +58,17 @@ def test_the_requests_of_a_client_that_has_gone_count_as_work_of_others():
     assert beat(h, "b") == m.Load()
 
 
-def test_new_weights_are_told_at_once():
+def test_gateways_of_one_fleet_are_told_each_change_soon_and_others_are_not():
     h = engine()
-    before = len(h.sent(m.Heartbeat, "b"))
-    assert h.update("/w1").failure is None
+    h.send(m.Hello(1, gateway="here"), "g")
+    h.now += 1.0
     h.run_rounds()
-    assert [beat.load.weight_epoch for beat in h.sent(m.Heartbeat, "b")[before:]] == [1]
+    before = {client: len(h.sent(m.Heartbeat, client)) for client in "bg"}
+    h.add("a1", [1] * 8, max_tokens=50)
+    h.run_rounds(2)
+    h.now += TELL_S
+    h.run_rounds()
+    assert [beat.load for beat in h.sent(m.Heartbeat, "g")[before["g"] :]] == [m.Load(1, 8, 8), m.Load(1, 0, 8)]
+    assert len(h.sent(m.Heartbeat, "b")) == before["b"]
+    h.run_out()
+    assert h.engine._idle_time() <= TELL_S, "the last change is told by an engine that has nothing to do"

@@ -11,7 +11,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet import router as module
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.replica import Replica, ReplicaState
-from fastdeploy.fleet.router import CHOICE_TOKENS, GROUP_CHOICES, MOVE_FACTOR, Router
+from fastdeploy.fleet.router import CHOICE_TOKENS, GROUP_CHOICES, MOVE_FACTOR, Router, Wanted
 from fastdeploy.inter_communicator.transport import Connector
 
 
@@ -31,7 +31,7 @@ def make_request(length: int = 1000, first: int = 1, **fields: Any) -> AddReques
 
 
 def place(router: Router, request: AddRequest, replicas: list[Replica], **options: Any) -> str | None:
-    route = router.pick(request, replicas, **options)
+    route = router.pick(Wanted.by(request), replicas, **options)
     if route is None:
         return None
     route.began(request.n)
@@ -57,10 +57,10 @@ def test_a_session_returns_to_its_replica_though_others_are_idle(replicas):
 
 def test_a_session_moves_when_the_wait_is_clearly_longer_than_its_prefix(replicas):
     router = Router()
-    router.pick(make_request(1000, session="s"), replicas)
+    router.pick(Wanted.by(make_request(1000, session="s")), replicas)
     replicas[0].load = int(MOVE_FACTOR * 1000)
     assert place(router, make_request(1100, session="s"), replicas) == "r0"
-    router.pick(make_request(1000, first=2, session="t"), replicas)
+    router.pick(Wanted.by(make_request(1000, first=2, session="t")), replicas)
     replicas[0].load = int(MOVE_FACTOR * 1100) + 1
     for replica in replicas[1:]:
         replica.load = 0
@@ -70,7 +70,7 @@ def test_a_session_moves_when_the_wait_is_clearly_longer_than_its_prefix(replica
 
 def test_choices_above_the_batch_count_as_a_queue(replicas):
     router = Router()
-    router.pick(make_request(1000, session="s"), replicas)
+    router.pick(Wanted.by(make_request(1000, session="s")), replicas)
     replicas[0].in_flight = replicas[0].slots
     assert place(router, make_request(1000, session="s"), replicas) == "r0"
     replicas[0].in_flight = replicas[0].slots + 10
@@ -79,9 +79,9 @@ def test_choices_above_the_batch_count_as_a_queue(replicas):
 
 def test_a_replica_that_has_lost_its_prefixes_keeps_no_session(replicas):
     router = Router()
-    router.pick(make_request(1000, session="s"), replicas)
+    router.pick(Wanted.by(make_request(1000, session="s")), replicas)
     for _ in range(40):
-        route = router.pick(make_request(1000, session="s"), replicas)
+        route = router.pick(Wanted.by(make_request(1000, session="s")), replicas)
         route.began(1)
         route.started(cached_tokens=0)
         route.closed()
@@ -128,7 +128,7 @@ def test_no_replica_with_older_weights_than_the_client_has_seen(replicas):
 
 def test_the_home_of_a_session_that_drains_or_is_lost_gets_nothing_new(replicas):
     router = Router()
-    router.pick(make_request(session="s"), replicas)
+    router.pick(Wanted.by(make_request(session="s")), replicas)
     for state in (ReplicaState.DRAINING, ReplicaState.FENCED, ReplicaState.JOINING):
         replicas[0].state = state
         assert place(router, make_request(session="s"), [r for r in replicas if r is not replicas[0]]) != "r0"
@@ -145,7 +145,7 @@ def test_old_sessions_are_forgotten(replicas):
 
 def test_all_work_is_taken_off_a_replica_when_it_has_ended(replicas):
     router = Router()
-    route = router.pick(make_request(n=3), replicas)
+    route = router.pick(Wanted.by(make_request(n=3)), replicas)
     route.began(3)
     assert replicas[0].in_flight == 3 and replicas[0].load > 1000 + 3 * CHOICE_TOKENS
     route.started(cached_tokens=0)
@@ -158,6 +158,6 @@ def test_all_work_is_taken_off_a_replica_when_it_has_ended(replicas):
 
 def test_the_home_is_kept_without_a_look_at_the_others(replicas, monkeypatch):
     router = Router()
-    router.pick(make_request(session="s"), replicas)
+    router.pick(Wanted.by(make_request(session="s")), replicas)
     monkeypatch.setattr(module, "_least_loaded", None)
     assert place(router, make_request(session="s"), replicas) == "r0"

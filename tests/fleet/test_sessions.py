@@ -71,6 +71,16 @@ def test_a_session_waits_until_a_replica_serves_what_it_has_seen(fleet):
     assert fleet.client._dispatcher.num_waiting == 0
 
 
+def test_sessions_wait_for_weights_that_another_gateway_may_have_shown(fleet):
+    fleet.client._dispatcher._session_epoch = lambda: 1
+    answer = ask(fleet, request("a", session="new"))
+    until(lambda: fleet.client._dispatcher.num_waiting == 1, 20, "the request waits")
+    assert ask(fleet, request("b")).result(20).finish_reason == "length", "it has no session"
+    assert ask(fleet, request("c", session="s", stale_ok=True)).result(20).finish_reason == "length"
+    assert fleet.http.post("/v1/update_weights", json={"model_path": "/nowhere/w1"}).status_code == 200
+    assert answer.result(20).spans[0].weight_epoch == 1
+
+
 def test_a_session_that_no_replica_may_serve_fails_after_a_while():
     with fake_fleet(1, config=FleetConfig(fleet_id="fleet-1", failover_s=0.2)) as fleet:
         see(fleet, "s", 3)

@@ -120,6 +120,12 @@ class Delivery:
         for client in self.clients:
             self.send_heartbeat(client)
 
+    def tell_gateways(self) -> None:
+        """Send a heartbeat to each of several gateways, for its load."""
+        for client, process in self.clients.items():
+            if process.gateway:
+                self.send_heartbeat(client)
+
     def send_heartbeat(self, client: str) -> None:
         """Send a heartbeat to one client, see ``send_heartbeats``."""
         if not self._transport.send(client, m.Heartbeat(self._load(client))):

@@ -5,7 +5,6 @@ These POST routes are answered by the gateway of a fleet only.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 from urllib.parse import urlsplit
 
