@@ -1,4 +1,5 @@
-"""Measure policies of routing: ``python benchmarks/fleet.py [--load rollouts --seeds 10 --jobs 2]``.
+"""Measure policies of routing: ``python benchmarks/fleet.py [--load rollouts --seeds 10 --jobs 2]``; or what several
+gateways cost against one: ``python benchmarks/fleet.py --doors 1,2,4,8``.
 
 Sessions (benchmarks/lib/fleet/loads.py) run through the real gateway's client over real engines, whose runner takes as
 long as a large model would. Time is virtual, so the figures depend on the seed only. Each policy gets the same sessions
@@ -12,10 +13,11 @@ import asyncio
 import bisect
 import hashlib
 import logging
+import random
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
 from statistics import mean, median
@@ -33,12 +35,12 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.router import Route, Router, Seen
+from fastdeploy.fleet.router import Route, Router, Seen, Wanted
 
 TARGET = 0.65  # longest session, ours over consistent hashing
 MAIN, OURS, HASHING = "rollouts", "ours", "consistent hashing"
 POINTS = 128  # of each replica on the ring of consistent hashing
-HEADER = ("policy", "longest s", "mean s", "prefix hits", "tokens recomputed")
+HEADER = ("policy", "longest s", "mean s", "prefix hits", "tokens recomputed", "first prompts cached")
 
 
 class _Policy(Router):
@@ -51,12 +53,12 @@ class _Policy(Router):
         return seen
 
     def pick(
-        self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
+        self, wanted: Wanted, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
     ) -> Route | None:
         there = [replica for replica in replicas if replica.name not in refused_by]
-        return self.route_to(self._choose(request, there), request) if there else None
+        return Route(self._choose(wanted, there), 0) if there else None
 
-    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+    def _choose(self, wanted: Wanted, replicas: Sequence[Replica]) -> Replica:
         raise NotImplementedError
 
 
@@ -67,16 +69,16 @@ class RoundRobin(_Policy):
         super().__init__()
         self._next = count()
 
-    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+    def _choose(self, wanted: Wanted, replicas: Sequence[Replica]) -> Replica:
         return replicas[next(self._next) % len(replicas)]
 
 
 class ConsistentHashing(_Policy):
     """The replica whose point follows that of the session on a ring."""
 
-    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+    def _choose(self, wanted: Wanted, replicas: Sequence[Replica]) -> Replica:
         ring = _ring(tuple(replica.name for replica in replicas))
-        at = bisect.bisect(ring, (_point(request.session or request.request_id), 0)) % len(ring)
+        at = bisect.bisect(ring, (_point(wanted.session or wanted.group), 0)) % len(ring)
         return replicas[ring[at][1]]
 
 
@@ -105,43 +107,64 @@ def _point(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
+class Doors(NamedTuple):
+    """num: gateways. sticky: all requests of a session come to one of them, chosen at random; else each one does."""
+
+    num: int
+    sticky: bool
+
+    def describe(self) -> str:
+        """Return a name for a table."""
+        return "1 gateway" if self.num == 1 else f"{self.num} gateways, {'sticky' if self.sticky else 'at random'}"
+
+
+ONE = Doors(1, False)
+
+
 class Outcome(NamedTuple):
-    """One session. known: prompt tokens that an earlier turn had, too. hits: of these, those that were cached."""
+    """One session. known: prompt tokens that an earlier turn had, too. hits: of these, those that were cached. first,
+    first_hits: tokens of the first prompt, and of these, those that were cached."""
 
     duration_s: float
     known: int
     hits: int
+    first: int = 0
+    first_hits: int = 0
 
 
 class Figures(NamedTuple):
     """One run. hit_rate: of the prompt tokens that an earlier turn of the session had, those that were cached.
-    recomputed: the others."""
+    recomputed: the others. group_rate: of the first prompts, those that were cached."""
 
     longest_s: float
     mean_s: float
     hit_rate: float
     recomputed: float
+    group_rate: float = 0.0
 
     def cells(self) -> list[str]:
-        return [f"{self.longest_s:.1f}", f"{self.mean_s:.1f}", f"{self.hit_rate:.1%}", f"{self.recomputed:,.0f}"]
+        rates = f"{self.hit_rate:.1%}", f"{self.recomputed:,.0f}", f"{self.group_rate:.1%}"
+        return [f"{self.longest_s:.1f}", f"{self.mean_s:.1f}", *rates]
 
 
-async def run_session(client: FleetClient, session: Session) -> Outcome:
-    """Run a session to its end. Raises AssertionError for an answer that is too short."""
+async def run_session(door: Callable[[], FleetClient], session: Session) -> Outcome:
+    """Run a session to its end. door(): returns the gateway of the next request. Raises AssertionError for an answer
+    that is too short."""
     await asyncio.sleep(session.start_s)
     now = asyncio.get_running_loop().time
-    began, history, known, hits = now(), list[int](), 0, 0
+    began, history, known, hits, first_hits = now(), list[int](), 0, 0, 0
     for k, turn in enumerate(session.turns):
         prompt = history + turn.new_tokens
         sampling = SamplingParams(max_tokens=turn.answer, temperature=0.0, ignore_eos=True)
         request = AddRequest(f"{session.name}-{k}", prompt, sampling, session=session.name)
-        answer, cached = await generate(client, request)
+        answer, cached = await generate(door(), request)
         assert len(answer) == turn.answer, f"{session.name}: {len(answer)} tokens instead of {turn.answer}"
         known, hits = known + len(history), hits + min(cached, len(history))
+        first_hits += cached * (k == 0)
         history = prompt + answer
         if k + 1 < len(session.turns):
             await asyncio.sleep(turn.pause_s)
-    return Outcome(now() - began, known, hits)
+    return Outcome(now() - began, known, hits, len(session.turns[0].new_tokens), first_hits)
 
 
 async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int], int]:
@@ -159,8 +182,10 @@ async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int],
 
 def figures_of(outcomes: Sequence[Outcome]) -> Figures:
     """Return the figures of a run."""
-    durations, known, hits = zip(*outcomes, strict=True)
-    return Figures(max(durations), mean(durations), sum(hits) / max(sum(known), 1), sum(known) - sum(hits))
+    durations, *tokens = zip(*outcomes, strict=True)
+    known, hits, first, first_hits = map(sum, tokens)
+    rates = hits / max(known, 1), known - hits, first_hits / max(first, 1)
+    return Figures(max(durations), mean(durations), *rates)
 
 
 def median_of(runs: Sequence[Figures]) -> Figures:
@@ -168,21 +193,25 @@ def median_of(runs: Sequence[Figures]) -> Figures:
     return Figures(*map(median, zip(*runs, strict=True)))
 
 
-async def run(policy: str, load: Load, seed: int) -> Figures:
+async def run(policy: str, load: Load, seed: int, doors: Doors = ONE) -> Figures:
     """Run the sessions of ``seed`` under a policy, on new engines. In virtual time."""
-    client = await start_fleet(
-        load.replicas, POLICIES[policy](), load.costs, EngineConfig(model="virtual", **load.engine)
-    )
+    config = EngineConfig(model="virtual", **load.engine)
+    draw = random.Random(seed)
+    clients = await start_fleet(load.replicas, [POLICIES[policy]() for _ in range(doors.num)], load.costs, config)
     try:
-        return figures_of(await asyncio.gather(*(run_session(client, session) for session in load.make(seed))))
+        sessions = load.make(seed)
+        homes = [draw.choice(clients) for _ in sessions]
+        ways = [partial(draw.choice, [client] if doors.sticky else clients) for client in homes]
+        return figures_of(await asyncio.gather(*map(run_session, ways, sessions)))
     finally:
-        await client.close()
+        for client in reversed(clients):
+            await client.close()
 
 
-def measure(load: str, seed: int, policy: str) -> Figures:
+def measure(load: str, seed: int, policy: str, doors: Doors = ONE) -> Figures:
     """Run one policy in this process."""
     logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)  # a closed gateway says that it loses its replicas
-    return run_virtually(run(policy, LOADS[load], seed))
+    return run_virtually(run(policy, LOADS[load], seed, doors))
 
 
 def main() -> None:
@@ -190,18 +219,30 @@ def main() -> None:
     parser.add_argument("--load", choices=LOADS, default=MAIN)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--doors", default="", help="numbers of gateways, as in 1,2,4,8: measure these with our policy")
     args = parser.parse_args()
-    runs: dict[str, list[Figures]] = {name: [] for name in POLICIES}
-    pairs = list(product(range(args.seeds), POLICIES))
+    ways = {name: (name, ONE) for name in POLICIES}
+    if args.doors:
+        numbers = [int(number) for number in args.doors.split(",")]
+        doors = [ONE, *(Doors(number, sticky) for number in numbers if number > 1 for sticky in (False, True))]
+        ways = {way.describe(): (OURS, way) for way in doors}
+    runs: dict[str, list[Figures]] = {name: [] for name in ways}
+    pairs = list(product(range(args.seeds), ways))
     with ProcessPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(measure, args.load, seed, name) for seed, name in pairs]
+        jobs = [pool.submit(measure, args.load, seed, *ways[name]) for seed, name in pairs]
         for (seed, name), job in zip(pairs, jobs, strict=True):
             print(f"seed {seed}, {name}: {job.result()}", file=sys.stderr)
             runs[name].append(job.result())
     load = LOADS[args.load]
-    alone = median(max(alone_s(s, load) for s in load.make(seed)) for seed in range(args.seeds))
     print(f"{args.load}: {len(load.make(0))} sessions over {load.replicas} replicas; medians of {args.seeds} seeds")
     print(plain_table(HEADER, [[name, *median_of(figures).cells()] for name, figures in runs.items()]))
+    if args.doors:
+        for name, figures in runs.items():
+            pairs_of_runs = zip(figures, runs[ONE.describe()], strict=True)
+            ratio = median(several.longest_s / one.longest_s for several, one in pairs_of_runs)
+            print(f"{name}: longest session {ratio:.3f} times that of one (median of the seeds' ratios)")
+        return
+    alone = median(max(alone_s(s, load) for s in load.make(seed)) for seed in range(args.seeds))
     print(f"longest session if each were alone in the fleet: {alone:.1f} s")
     pairs_of_runs = zip(runs[OURS], runs[HASHING], strict=True)
     ratio = median(ours.longest_s / hashing.longest_s for ours, hashing in pairs_of_runs)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from benchmarks import fleet_pauses
-from benchmarks.fleet import POLICIES, Figures, Outcome, figures_of, median_of, run
+from benchmarks.fleet import POLICIES, Doors, Figures, Outcome, figures_of, median_of, run
 from benchmarks.lib.fleet.engines import FakeEngines
 from benchmarks.lib.fleet.loads import COSTS, ENGINE, Load, alone_s, make_agents, make_rollouts
 from benchmarks.lib.fleet.runner import Costs, expected_tokens
@@ -113,6 +113,12 @@ def test_each_policy_answers_all_turns(policy):
 def test_equal_runs_in_virtual_time_give_equal_figures():
     first, second = (run_virtually(run("ours", small_load(4, 2), seed=0)) for _ in range(2))
     assert first == second and first.hit_rate > 0.9
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_sessions_over_two_gateways_take_hardly_longer_than_over_one(sticky):
+    one, two = (run_virtually(run("ours", small_load(4, 2), 0, Doors(num, sticky))) for num in (1, 2))
+    assert two.hit_rate > 0.9 and two.longest_s < 1.05 * one.longest_s
 
 
 def test_a_session_that_is_alone_takes_as_long_as_computed():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
@@ -19,14 +21,17 @@ from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
+from fastdeploy.fleet.peers import PeerLink
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+from fastdeploy.inter_communicator.peer_transport import InprocPeerTransport
 from fastdeploy.inter_communicator.transport import InprocConnection, InprocTransport
 from fastdeploy.scheduler.drafts import NoDrafts
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
-QUIET_S = 1e6  # no heartbeats are sent: longer than any run
+QUIET_S = 1e6  # idle engines send no heartbeats: longer than any run
+MESSAGE_S = 0.00025  # between two gateways
 
 
 class _NeverWait(selectors.SelectSelector):
@@ -104,12 +109,18 @@ class VirtualEngine(InprocTransport):
         self._sent.append((client, message))
         return True
 
+    def _beat(self) -> None:
+        if not self._busy:
+            self._engine.run_once(block=False)
+
     def _round(self) -> None:
         self._engine.run_once(block=False)
         scheduler = self._engine.scheduler
         self._busy = bool(self._runner.spent_s or scheduler.ended or scheduler.has_work)
         if self._busy:
             self._loop.call_later(self._runner.spent_s, self._step_ended)
+        else:  # tells that it has nothing to do
+            self._loop.call_later(self._engine.config.heartbeat_s, self._beat)
 
     def _step_ended(self) -> None:
         self._runner.spent_s = 0.0
@@ -119,25 +130,50 @@ class VirtualEngine(InprocTransport):
         self._round()
 
 
+class SlowPeerTransport(InprocPeerTransport):
+    """Takes ``MESSAGE_S`` for each message between two gateways."""
+
+    def __init__(self, endpoint: str):
+        super().__init__(endpoint)
+        self._under_way: deque[Callable[[], object]] = deque()  # timers of one moment are in no order
+
+    def post(self, client: str, message: ToEngine) -> None:
+        self._later(partial(super().post, client, message))
+
+    def send(self, client: str, message: ToClient) -> bool:
+        self._later(partial(super().send, client, message))
+        return True
+
+    def _later(self, deliver: Callable[[], object]) -> None:
+        self._under_way.append(deliver)
+        asyncio.get_running_loop().call_later(MESSAGE_S, lambda: self._under_way.popleft()())
+
+
 class _Connector:
-    def __init__(self, engine: VirtualEngine):
-        self._engine = engine
+    def __init__(self, transport: InprocTransport):
+        self._transport = transport
 
     def connect(self) -> InprocConnection | None:
-        return self._engine.connect()
+        return self._transport.connect()
 
     def close(self) -> None: ...
 
 
-async def start_fleet(num: int, router: Router, costs: Costs, config: EngineConfig) -> FleetClient:
-    """Return the client of a new fleet of ``num`` replicas, which have joined. The caller closes it. Call it in
-    virtual time."""
+async def start_fleet(num: int, routers: Sequence[Router], costs: Costs, config: EngineConfig) -> list[FleetClient]:
+    """Return the gateways of a new fleet of ``num`` replicas, which have joined: one for each of ``routers``. The
+    caller closes them. Call it in virtual time."""
     names = [f"replica-{i}" for i in range(num)]
     engines = {name: VirtualEngine(costs, config) for name in names}
-    launcher = StaticLauncher([Placement(name, name, f"http://{name}", "here") for name in names])
+    placements = [Placement(name, name, f"http://{name}", "here") for name in names]
     settings = FleetConfig(fleet_id="benchmark", stall_s=QUIET_S)
-    client = FleetClient(settings, launcher, lambda at: _Connector(engines[at.name]), router)
-    client.start()
-    while len(client.membership.open) < num:
-        await asyncio.sleep(0.01)
-    return client
+    peers = {f"gateway-{i}": SlowPeerTransport(f"gateway-{i}") for i in range(len(routers))}
+    links = [PeerLink(peer, lambda address: _Connector(peers[address])) for peer in peers.values()]
+    clients = [
+        FleetClient(settings, StaticLauncher(placements), lambda at: _Connector(engines[at.name]), router, link)
+        for router, link in zip(routers, links if len(routers) > 1 else [None], strict=True)
+    ]
+    for client in clients:
+        client.start()
+        while len(client.membership.open) < num:
+            await asyncio.sleep(0.01)
+    return clients
