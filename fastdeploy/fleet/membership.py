@@ -30,7 +30,7 @@ from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.roll import RollingChange
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import Transfer
-from fastdeploy.fleet.view import Views
+from fastdeploy.fleet.view import FleetView, Views
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.known_messages import lacking
 from fastdeploy.inter_communicator.transport import Connector
