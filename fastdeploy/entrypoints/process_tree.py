@@ -292,9 +292,11 @@ class ProcessTree(ABC):
 
         def fire() -> None:
             late = time.monotonic() - due > LATE_TIMER_S
+            if self._children.get(child.name) is not child:
+                return
             for event in child.events.read():
                 self._on_event(child, event)
-            if self._children.get(child.name) is not child or key in self._timers:
+            if key in self._timers:
                 return
             if late:
                 self._unless_heard(key, child, seconds, action)
