@@ -29,6 +29,7 @@ if __name__ == "__main__":
 from benchmarks.lib.fleet.loads import LOADS, Load, Session, alone_s
 from benchmarks.lib.fleet.virtual import run_virtually, start_fleet
 from benchmarks.lib.report import plain_table
+from fastdeploy.client.generation import OUTPUT_INTERVAL_S
 from fastdeploy.client.request_stream import Reader
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.request_fields import AddRequest
@@ -156,7 +157,8 @@ async def run_session(door: Callable[[], FleetClient], session: Session) -> Outc
     for k, turn in enumerate(session.turns):
         prompt = history + turn.new_tokens
         sampling = SamplingParams(max_tokens=turn.answer, temperature=0.0, ignore_eos=True)
-        request = AddRequest(f"{session.name}-{k}", prompt, sampling, session=session.name)
+        name = f"{session.name}-{k}"
+        request = AddRequest(name, prompt, sampling, session=session.name, output_interval_s=OUTPUT_INTERVAL_S)
         answer, cached = await generate(door(), request)
         assert len(answer) == turn.answer, f"{session.name}: {len(answer)} tokens instead of {turn.answer}"
         known, hits = known + len(history), hits + min(cached, len(history))
@@ -170,7 +172,7 @@ async def run_session(door: Callable[[], FleetClient], session: Session) -> Outc
 async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int], int]:
     """Return the tokens of the only choice, and the number of prompt tokens that were cached."""
     tokens, cached, ended = list[int](), 0, False
-    with await client.submit(request, Reader(for_tokens=False)) as stream:
+    with await client.submit(request, Reader()) as stream:
         while not ended:
             await stream.reader.wait()
             for output in stream.read():

@@ -4,6 +4,9 @@ Two replicas, whose engines sleep for a fixed time in each step, and streams in 
 at which its engine made it, so its delay is known exactly. Contenders take turns: the replicas themselves ("direct",
 streams alternate between them), our gateway, and those of --gateways-python and --ray-python, which are interpreters of
 environments with smg, vllm-router and sglang-router, and with ray[serve] and aiohttp.
+
+--no-stream sends the requests of trainers: token ids, and one answer with token ids and log probabilities. Its delays
+are those of the last token of each request. --route sends them to another route than /v1/completions.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.lib.gateways.serve import MODEL
 from benchmarks.lib.processes import cpu_seconds
@@ -32,6 +36,36 @@ from fastdeploy.testing.process import ServerProcess, command_words, free_port
 START_S = 90.0
 ROUTERS = {"smg": "smg.launch_router", "vllm-router": "vllm_router.launch_router",
            "sglang-router": "sglang_router.launch_router"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route for tokens. body: of a request, from the prompt's ids and the number of tokens. times: the token's
+    logprobs in its reply."""
+
+    path: str
+    body: Callable[[list[int], int], dict[str, Any]]
+    times: Callable[[Any], list[float]]
+
+
+GREEDY = {"ignore_eos": True, "temperature": 0}
+TRAINER_ROUTES = {
+    "completions": Route(
+        "/v1/completions",
+        lambda ids, n: {"prompt": ids, "max_tokens": n, "logprobs": 0, "return_token_ids": True, **GREEDY},
+        lambda reply: reply["choices"][0]["logprobs"]["token_logprobs"],
+    ),
+    "generate": Route(
+        "/generate",
+        lambda ids, n: {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": n, **GREEDY}},
+        lambda reply: [logprob for logprob, *_ in reply["meta_info"]["output_token_logprobs"]],
+    ),
+    "inference": Route(
+        "/inference/v1/generate",
+        lambda ids, n: {"token_ids": ids, "sampling_params": {"max_tokens": n, "logprobs": 0, **GREEDY}},
+        lambda reply: [token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]],
+    ),
+}
 
 
 @dataclass
@@ -68,49 +102,60 @@ class Target:
 
 @dataclass(frozen=True)
 class Phase:
-    """Results of one contender in one round. cpu_s, serving_cpu_s: CPU seconds per 1,000 tokens, of the gateway, and of
-    all that serves (gateway, API servers, engines). Times are in seconds."""
+    """Results of one contender in one round. first_tokens: seconds until the first token, or without a stream until the
+    reply. cpu_s, engines_cpu_s, serving_cpu_s: CPU seconds per 1,000 tokens, of the gateway, of the engines, and of all
+    that serves (gateway, API servers, engines). Times are in seconds."""
 
     contender: str
     delays: list[float]
     first_tokens: list[float]
     requests_per_s: float
     cpu_s: float
+    engines_cpu_s: float
     serving_cpu_s: float
 
 
 async def measure(target: Target, replicas: Sequence[ServerProcess], args: argparse.Namespace) -> Phase:
     """Run ``streams`` clients, each of which makes ``requests`` streamed requests, one after the other."""
-    logs: list[DelayLog] = []
+    delays: list[float] = []
+    firsts: list[float] = []
+
+    async def stream(client: Client, number: int) -> None:
+        log = DelayLog(f"{target.name}-{number}", time.perf_counter())
+        body = {"model": MODEL, "prompt": f"stream {number}", "max_tokens": args.tokens, "stream": True}
+        stream = await client.stream("/v1/completions", body | GREEDY | {"logprobs": 0}, log.request_id, log)
+        await stream.wait_closed()
+        if not log.ended_once or len(log.delays) != args.tokens:
+            raise RuntimeError(f"{target.name}: {log.error or log.status}, {len(log.delays)} tokens")
+        delays.extend(log.delays)
+        firsts.append(log.tokens[0].at - log.sent_at)
+
+    async def ask(client: Client, number: int) -> None:
+        route, began = TRAINER_ROUTES[args.route], time.perf_counter()
+        body = route.body(list(f"stream {number}".encode()), args.tokens)
+        made = route.times((await client.call("POST", route.path, body)).checked(target.name))
+        if len(made) != args.tokens:
+            raise RuntimeError(f"{target.name}: {len(made)} tokens")
+        delays.append(time.perf_counter() + made[-1])
+        firsts.append(time.perf_counter() - began)
 
     async def client(number: int) -> None:
         client = Client(target.urls[number % len(target.urls)])
         for _ in range(args.requests):
-            log = DelayLog(f"{target.name}-{number}", time.perf_counter())
-            body = {"model": MODEL, "prompt": f"stream {number}", "max_tokens": args.tokens, "stream": True}
-            body |= {"ignore_eos": True, "logprobs": 0, "temperature": 0}
-            stream = await client.stream("/v1/completions", body, log.request_id, log)
-            await stream.wait_closed()
-            if not log.ended_once or len(log.delays) != args.tokens:
-                raise RuntimeError(f"{target.name}: {log.error or log.status}, {len(log.delays)} tokens")
-            logs.append(log)
+            await (stream if args.stream else ask)(client, number)
 
     gateway = target.gateway_pids()
-    serving = [*gateway, *itertools.chain(*(replica.processes() for replica in replicas))]
-    cpu, serving_cpu, start = cpu_seconds(gateway), cpu_seconds(serving), time.perf_counter()
+    servers = [process for replica in replicas for process in replica.processes()]
+    engines = [process for process in servers if process not in [replica.pid for replica in replicas]]
+    watched = (gateway, engines, [*gateway, *servers])
+    before, start = [cpu_seconds(pids) for pids in watched], time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for number in range(args.streams):
             group.create_task(client(number))
     took = time.perf_counter() - start
-    thousands = len(logs) * args.tokens / 1000
-    return Phase(
-        target.name,
-        [delay for log in logs for delay in log.delays],
-        [log.tokens[0].at - log.sent_at for log in logs],
-        len(logs) / took,
-        (cpu_seconds(gateway) - cpu) / thousands,
-        (cpu_seconds(serving) - serving_cpu) / thousands,
-    )
+    thousands = len(firsts) * args.tokens / 1000
+    used = [(cpu_seconds(pids) - cpu) / thousands for pids, cpu in zip(watched, before, strict=True)]
+    return Phase(target.name, delays, firsts, len(firsts) / took, *used)
 
 
 def commands(args: argparse.Namespace, urls: Sequence[str], endpoints: Sequence[str]) -> dict[str, list[str]]:
@@ -152,7 +197,8 @@ def table(phases: Sequence[Phase]) -> str:
     """Return the table of all contenders: medians over the rounds, and what each adds to the direct way. On a busy
     machine the fastest tenth of the tokens shows what a gateway adds, and the other columns what the machine does."""
     header = ("contender", "added, fastest tenth, ms", "added, median, ms", "added, p99, ms", "first token, ms",
-              "requests/s", "gateway CPU s / 1,000 tokens", "all serving CPU s / 1,000 tokens")  # fmt: skip
+              "requests/s", "gateway CPU s / 1,000 tokens", "engines CPU s / 1,000 tokens",
+              "all serving CPU s / 1,000 tokens")  # fmt: skip
     rows = []
     names = list(dict.fromkeys(phase.contender for phase in phases))
     direct = [phase for phase in phases if phase.contender == "direct"]
@@ -166,8 +212,8 @@ def table(phases: Sequence[Phase]) -> str:
             cells.append(f"({median(shown):.2f})" if name == "direct" else f"{median(added):.2f}")
         first = 1e3 * median(median(p.first_tokens) for p in mine)
         rate, cpu = median(p.requests_per_s for p in mine), median(p.cpu_s for p in mine)
-        serving = median(p.serving_cpu_s for p in mine)
-        cells += [f"{first:.1f}", f"{rate:.1f}", f"{cpu:.3f}", f"{serving:.3f}"]
+        engines, serving = median(p.engines_cpu_s for p in mine), median(p.serving_cpu_s for p in mine)
+        cells += [f"{first:.1f}", f"{rate:.1f}", f"{cpu:.4f}", f"{engines:.4f}", f"{serving:.4f}"]
         rows.append(cells)
     return markdown(header, rows)
 
@@ -177,6 +223,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--requests", type=int, default=2, help="of each stream, one after the other, per round")
     parser.add_argument("--tokens", type=int, default=80, help="of each request")
+    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--route", choices=TRAINER_ROUTES, default="completions", help="of requests without stream")
     parser.add_argument("--step-ms", type=float, default=20.0, help="duration of a step of the engines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle-s", type=float, default=3.0)
@@ -191,7 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     phases = asyncio.run(run(args))
     rounds = [
         {"contender": p.contender, "first_token_ms": 1e3 * median(p.first_tokens),
-         "requests_per_s": p.requests_per_s, "gateway_cpu_s": p.cpu_s, "serving_cpu_s": p.serving_cpu_s,
+         "requests_per_s": p.requests_per_s,
+         "gateway_cpu_s": p.cpu_s, "engines_cpu_s": p.engines_cpu_s, "serving_cpu_s": p.serving_cpu_s,
          "delay_ms": {percent: 1e3 * percentile(p.delays, percent) for percent in (10, 25, 50, 75, 90, 99)}}
         for p in phases
     ]  # fmt: skip

@@ -143,6 +143,9 @@ class Choice:
         # A stop or EOS id that ended the choice is one of its tokens, and adds no text.
         hidden = output.finish_reason == "stop" and not self._options.include_stop
         shown = len(output.token_ids) - (1 if hidden else 0)
+        if not self._options.stops:
+            self.text += self._decoder.extend(output.token_ids[:shown])
+            return len(output.token_ids), None
         for i, token_id in enumerate(output.token_ids[:shown]):
             enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
             new = self._decoder.push(token_id) or (self._held_stop() if enough else "")

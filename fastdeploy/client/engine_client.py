@@ -188,8 +188,7 @@ class EngineClient:
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
                         stream.put(output)
-                        wakes = stream.reader.for_tokens or output.finish_reason is not None
-                        if wakes and not stream.in_wake_queue:
+                        if not stream.in_wake_queue:
                             stream.in_wake_queue = True
                             (self._with_tokens if output.finish_reason is None else self._with_ends).append(stream)
                 self._wake()

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from fastdeploy.client.choice import Choice, ChoiceDelta, TextOptions, joined, pieces
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
@@ -26,22 +28,28 @@ TOKENS_AT_ONCE = 128  # of one choice
 MAX_MASK_BYTES = 64 << 20
 # Of the rows of routed experts, likewise. 32,768 tokens of 48 layers and 8 experts have 12 MiB in each choice.
 MAX_ROUTED_BYTES = 512 << 20
+# Between the outputs of a request that nobody reads before its end. What an engine has not sent when it dies is computed
+# again, so at most this much work is lost.
+OUTPUT_INTERVAL_S = 1.0
 WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
 
 class GenerationRequest(NamedTuple):
-    """Checked engine requests, one per prompt and all with the same n, and the options of decoding for each."""
+    """Checked engine requests, one per prompt and all with the same n, and the options of decoding for each. streams:
+    False = nobody sees a token before the end. Then the engine sends tokens at an interval, unless stop strings must be
+    found in them."""
 
     requests: Sequence[AddRequest]
     texts: Sequence[TextOptions]
+    streams: bool
 
 
 class Generation:
     """The running engine requests of one caller. The end of ``async with`` cancels the unfinished requests.
 
     Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: one per prompt. pace:
-    counts the work for this caller. for_tokens: see Reader. If False, :meth:`step` returns less often. adapters: names,
-    one per prompt; "" = the base model. tokens_per_delta: a delta has at most so many tokens; None = those of one step.
+    counts the work for this caller. adapters: names, one per prompt; "" = the base model. tokens_per_delta: a delta has
+    at most so many tokens; None = those that came together.
     """
 
     def __init__(
@@ -50,7 +58,6 @@ class Generation:
         tokenizer: Tokenizer | None,
         request: GenerationRequest,
         pace: Pace,
-        for_tokens: bool = True,
         tokens_per_delta: int | None = None,
     ):
         self.pace = pace
@@ -67,11 +74,13 @@ class Generation:
         ]
         self.created = int(time.time())
         self.gone = False
-        self._requests = request.requests
+        in_time = request.streams or any(text.stops for text in request.texts)
+        interval_s = 0.0 if in_time else OUTPUT_INTERVAL_S
+        self._requests = [replace(add, output_interval_s=interval_s) for add in request.requests]
         self.cached_tokens = [0] * len(self.prompts)
         self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
         self._mask_bytes = self._routed_bytes = 0
-        self._reader = Reader(for_tokens)
+        self._reader = Reader()
 
     def _rows(self, add: AddRequest) -> RoutedRows | None:
         if not add.sampling.routed_experts:

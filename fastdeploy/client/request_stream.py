@@ -11,10 +11,9 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class Reader:
-    """What wakes the one task that reads some streams. for_tokens: False = only the end of a choice wakes the task."""
+    """What wakes the one task that reads some streams."""
 
-    def __init__(self, for_tokens: bool = True) -> None:
-        self.for_tokens = for_tokens
+    def __init__(self) -> None:
         self._event = asyncio.Event()
         self._streams: dict[RequestStream, None] = {}  # an ordered set
 

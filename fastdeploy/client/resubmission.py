@@ -95,7 +95,7 @@ class LastingGeneration(Generation):
         self._close()
         self._streams.clear()
         self._parts.clear()
-        self._reader = Reader(self._reader.for_tokens)
+        self._reader = Reader()
 
     async def _resubmitted(self, lost: Exception) -> bool:
         """Wait for an engine, and send it what is left. False: woken before (see nudge)."""

@@ -138,6 +138,15 @@ class Ending(NamedTuple):
     stop_reason: int | None = None
 
 
+class Sampler(NamedTuple):
+    """What sampled the output tokens from index ``start`` on: the weights, and whether they go on over KV that they
+    have not begun (Span.recomputed)."""
+
+    start: int
+    served: ServedWeights
+    recomputed: bool
+
+
 class Request:
     """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
     (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication; on admission
@@ -160,8 +169,10 @@ class Request:
     admitted_at, first_token_at, last_token_at: time.time() of the first admission to the batch and of tokens; 0.0 =
     not yet.
     silent: the client wants no final output (it cancelled the request, or is gone).
-    served: the weights that sampled the last token. sampled_by: the index of the first output token of each change of
-    ``served``, with the weights.
+    sampled_by: what sampled the output tokens, in their order.
+    num_delivered: output tokens that were delivered, see engine/requests/delivery.py. logprobs, routed: what was asked
+    for of the others, as in messages.Output. next_output_at: time on the loop's clock before which no further token is
+    delivered.
     first_kv_namespace: of the weights that sampled the first token.
     kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
     published_node: node of the last full block that is published in the prefix index. num_published: number of
@@ -174,10 +185,10 @@ class Request:
     __slots__ = (
         "admitted_at", "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason",
         "first_kv_namespace", "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at",
-        "max_output_tokens", "message", "model", "num_computed", "num_new_prompt_tokens", "num_preempted",
-        "num_prompt_tokens", "num_published", "num_sent_blocks", "num_sent_tokens", "order", "prompt_key",
-        "prompt_logprobs", "published_node", "sampled_by", "sampling", "scope", "sequence", "served", "silent",
-        "state", "stop_reason", "tail_published", "token_ids",
+        "logprobs", "max_output_tokens", "message", "model", "next_output_at", "num_computed", "num_delivered",
+        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_sent_blocks",
+        "num_sent_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "routed", "sampled_by",
+        "sampling", "scope", "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[float, ...], max_output_tokens: int):
@@ -203,8 +214,11 @@ class Request:
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
-        self.served: ServedWeights | None = None
-        self.sampled_by: tuple[tuple[int, ServedWeights], ...] = ()
+        self.sampled_by: list[Sampler] = []
+        self.num_delivered = 0
+        self.logprobs: list[Logprob] = []
+        self.routed = b""
+        self.next_output_at = 0.0
         self.first_kv_namespace: tuple[int, int] | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
@@ -248,8 +262,7 @@ class Request:
         weights and, for a request of an adapter, of the adapter's loads. 0 without a token."""
         if not self.sampled_by:
             return 0
-        (_, oldest), *_ = self.sampled_by
-        now = self.model.served
+        oldest, now = self.sampled_by[0].served, self.model.served
         return now.weight_epoch - oldest.weight_epoch + now.adapter_epoch - oldest.adapter_epoch
 
     @property
@@ -284,22 +297,16 @@ class Request:
             kept = ending.num_tokens - len(self.token_ids)
             token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         self.token_ids += token_ids
-        if served is not self.served:
-            self._change_weights(at, served)
+        self.logprobs += logprobs
+        last = self.sampled_by[-1] if self.sampled_by else None
+        if last is None or last.served is not served or last.recomputed is not self.kv_recomputed:
+            self.sampled_by.append(Sampler(at, served, self.kv_recomputed))
+        if at == 0:
+            self.first_kv_namespace = served.kv_namespace
         gap_s = now - (self.last_token_at or self.arrival)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        span = Span(
-            served.version,
-            served.weight_epoch,
-            at,
-            at + len(token_ids),
-            self.kv_recomputed,
-            served.adapter_name,
-            served.adapter_epoch,
-            served.quantization,
-        )
-        return NewTokens(self, token_ids, logprobs, span, at == 0, gap_s, ending)
+        return NewTokens(self, token_ids, served, at == 0, gap_s, ending)
 
     def _ending(self, token_ids: list[int], eos_token_ids: tuple[int, ...]) -> Ending | None:
         """Return how the first of these new tokens that ends the request ends it, or None if the request goes on."""
@@ -315,25 +322,28 @@ class Request:
                 return Ending(num_tokens, FinishReason.LENGTH)
         return None
 
-    def _change_weights(self, at: int, served: ServedWeights) -> None:
-        """Record that ``served`` sampled the output token number ``at``, and other weights the one before."""
-        if at == 0:
-            self.first_kv_namespace = served.kv_namespace
-        self.served = served
-        self.sampled_by += ((at, served),)
-
     @property
     def name(self) -> str:
         """The name of this choice in events: "request id/choice"."""
         return f"{self.key[0]}/{self.key[1]}"
 
-    def spans(self) -> list[tuple[str, int, int, int, int]]:
+    def spans(self, start: int = 0) -> list[Span]:
+        """Return the labels of the output tokens from index ``start`` on."""
+        spans: list[Span] = []
+        end = self.num_output_tokens
+        for sampler in reversed(self.sampled_by):
+            if end <= start:
+                break
+            served, at = sampler.served, max(sampler.start, start)
+            label = served.adapter_name, served.adapter_epoch, served.quantization
+            spans.append(Span(served.version, served.weight_epoch, at, end, sampler.recomputed, *label))
+            end = at
+        spans.reverse()
+        return spans
+
+    def labels(self) -> list[tuple[str, int, int, int, int]]:
         """Return (version, weight_epoch, adapter_epoch, start, end) of the output tokens, for events."""
-        ends = [*(at for at, _ in self.sampled_by[1:]), self.num_output_tokens]
-        return [
-            (served.version, served.weight_epoch, served.adapter_epoch, start, end)
-            for (start, served), end in zip(self.sampled_by, ends, strict=False)
-        ]
+        return [(s.version, s.weight_epoch, s.adapter_epoch, s.start, s.end) for s in self.spans()]
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"
@@ -341,18 +351,16 @@ class Request:
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """The tokens that one step has made for one request, with the span that labels them. logprobs: as in Sampled.
-    first: the request had none before. gap_s: seconds since the tokens before, or since arrival for the first ones.
-    ending: None = the request goes on. routed: see messages.Output."""
+    """The tokens that one step has made for one request. served: the weights that sampled them. first: the request had
+    none before. gap_s: seconds since the tokens before, or since arrival for the first ones. ending: None = the request
+    goes on."""
 
     request: Request
     token_ids: list[int]
-    logprobs: Sequence[Logprob]
-    span: Span
+    served: ServedWeights
     first: bool
     gap_s: float
     ending: Ending | None
-    routed: bytes = b""
 
 
 class Group:
@@ -362,6 +370,7 @@ class Group:
     scheduled: some choice has had a step, even if it has ended or was preempted since.
     client_id: the id that the client knows, which other groups may share.
     sampling: always has a seed.
+    output_interval_s: of the client that is attached now, see AddRequest.
     sender: the client that sent the request; ``client`` is another one if that has attached to it since.
     prefill: prompt tokens to compute before the first token; see LoadBook.
     """
@@ -371,6 +380,7 @@ class Group:
         "client",
         "client_id",
         "model",
+        "output_interval_s",
         "prefill",
         "prompt_key",
         "requests",
@@ -386,6 +396,7 @@ class Group:
         self.client_id = add.group or add.request_id
         self.add = add
         self.sampling = add.sampling.seeded()
+        self.output_interval_s = add.output_interval_s
         self.prompt_key = hash((model, add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
         self.prefill = 0

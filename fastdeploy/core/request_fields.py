@@ -82,6 +82,8 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     expected_cached: tokens of the prompt that the gateway of a fleet expects to be cached at this engine, which counts
         the others when it tells its load. Nothing else depends on it.
     adapter: name of the adapter that computes the request; "" = the base model.
+    output_interval_s: seconds between the outputs of a choice behind its first one: for a client that shows no token
+        before the end. 0 = each step sends its tokens. Nothing is held back from a fence or from a final output.
     survives_aborts: the request ends only if it is named: by its id or by its session. To it, a pause of mode abort is
         one of mode keep, it may arrive during a pause that rejects requests, and an abort of all requests or a reset
         lets it go on.
@@ -96,6 +98,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     expected_cached: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     adapter: str = ""
+    output_interval_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 0.0
     survives_aborts: bool = False
 
 

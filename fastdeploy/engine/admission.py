@@ -59,7 +59,7 @@ class AdmissionControl:
         An exception that is not a FastDeployError is raised again after the client has got it."""
         try:
             if (record := self._retention.find(add)) is not None:
-                self._lifecycle.attach(client, record)
+                self._lifecycle.attach(client, record, add.output_interval_s)
                 return
             group = self._admit(client, add)
         except Exception as error:

@@ -62,7 +62,7 @@ class EngineParts:
 
         retention = self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         retain = lambda output: retention.observe(output, clock())  # noqa: E731
-        delivery = self.delivery = Delivery(transport, retain, self.load_beside, runs)
+        delivery = self.delivery = Delivery(transport, retain, self.load_beside, runs, clock)
         lifecycle = self.lifecycle = RequestLifecycle(scheduler, delivery, retention, metrics, clock)
         scopes = self.scopes = ScopeRegistry(scheduler, lifecycle, delivery, metrics, boot_id, clock, events)
         scopes.base.served = ServedWeights(quantization=info.quantization or "")

@@ -317,8 +317,8 @@ class LLM:
         self, i: int, prepared: Prepared, on_step: Callable[[Step], None] | None, on_end: Callable[[], None]
     ) -> RequestOutput:
         context = self._context
-        for_tokens = on_step is not None or any(text.stops for text in prepared.request.texts)
-        running = Generation(self._client, self.tokenizer, prepared.request, context.pace(), for_tokens)
+        request = prepared.request._replace(streams=on_step is not None)
+        running = Generation(self._client, self.tokenizer, request, context.pace())
         view = OutputView(context, prepared, running)
         async with running as generation:
             while not generation.finished:

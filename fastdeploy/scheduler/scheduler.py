@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from bisect import insort
 
-import msgspec
-
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits, NoTokenAllowed
@@ -109,7 +107,7 @@ class Scheduler:
         del request.model.requests[request]
         self.kv.release(request)
         if self._events.watched:
-            fields = {"output_tokens": request.num_output_tokens, "spans": request.spans()}
+            fields = {"output_tokens": request.num_output_tokens, "spans": request.labels()}
             self._events.add(EventKind.FINAL, request.name, reason=request.finish_reason, **fields)
 
     def retract(self, request: Request, why: Preemption) -> None:
@@ -291,7 +289,7 @@ class Scheduler:
                 del self._prefilling[request.prompt_key]
             new = request.append(sampled.token_ids, sampled.logprobs, chunk.served, self.eos_token_ids, now)
             if chunk.routed_from >= 0:
-                new = self._with_rows(new, chunk.routed_from, result.routed.get(i, b""))
+                self._keep_rows(request, chunk.routed_from, result.routed.get(i, b""))
             tokens.append(new)
             if chunk.drafted:
                 self.speculation.verified(new, chunk.drafted)
@@ -304,13 +302,13 @@ class Scheduler:
             self.pacer.observe(plan.chunks, result.elapsed_s)
         return tokens
 
-    def _with_rows(self, new: NewTokens, first: int, routed: bytes) -> NewTokens:
-        """Return ``new`` with the rows of the tokens before its last one. routed: the rows from position ``first`` on,
+    def _keep_rows(self, request: Request, first: int, routed: bytes) -> None:
+        """Keep the rows of the tokens before the last one for the client. routed: the rows from position ``first`` on,
         also those of tokens behind the one that ended the request."""
         assert self.info.experts is not None
-        wanted = (new.request.num_tokens - 1 - first) * self.info.experts.row_bytes
+        wanted = (request.num_tokens - 1 - first) * self.info.experts.row_bytes
         assert wanted <= len(routed), "the runner did not return all rows"
-        return msgspec.structs.replace(new, routed=routed[:wanted])
+        request.routed += routed[:wanted]
 
     def _end_non_finite(self, request: Request, row: NonFinite, chunk: ScheduledChunk) -> None:
         """End this choice with an error. The other choices of the request go on."""

@@ -247,7 +247,7 @@ def test_each_choice_has_all_rows_of_its_experts_once_though_its_replica_was_los
     add = AddRequest("r", [1, 2, 3], sampling, n=2)
 
     async def choices(client: FleetClient) -> list[Choice]:
-        request = GenerationRequest([add], [TextOptions()])
+        request = GenerationRequest([add], [TextOptions()], streams=True)
         async with Generation(client, None, request, Pace(asyncio.Lock())) as generation:
             while not generation.finished:
                 await generation.step()

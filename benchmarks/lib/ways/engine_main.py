@@ -34,7 +34,7 @@ def token_times(path: Path) -> Iterator[None]:
         observe(self, step)
         if step:
             count = sum(len(new.token_ids) for new in step)
-            times.append((time.monotonic(), count, step[0].span.weight_epoch))
+            times.append((time.monotonic(), count, step[0].served.weight_epoch))
 
     try:
         with patch.object(EngineMetrics, "observe_tokens", note):

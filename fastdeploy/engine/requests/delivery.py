@@ -78,7 +78,12 @@ class DeliveryFence:
 class Delivery:
     """The connected clients, and all messages to them. retain: called with every output of a request with retain_s,
     sent or not. load(client): returns the load that a client is told. runs(pid): whether a process of this machine
-    runs. on_gone(client): called once when a client cannot be reached any more; the lifecycle of requests sets it."""
+    runs. clock: seconds, for output intervals. on_gone(client): called once when a client cannot be reached any more;
+    the lifecycle of requests sets it.
+
+    Tokens of a request with an output interval wait here. They are delivered at the first step behind a multiple of the
+    interval, so those of many requests are in one message, and with the end of the request. They are also delivered
+    when somebody must have them: before a fence of their scope, a replay, and the goodbye to their client."""
 
     def __init__(
         self,
@@ -86,11 +91,14 @@ class Delivery:
         retain: Callable[[Output], None],
         load: Callable[[str], m.Load],
         runs: Callable[[int], bool],
+        clock: Callable[[], float],
     ):
         self._transport = transport
         self._retain = retain
         self._load = load
         self._runs = runs
+        self._clock = clock
+        self._waiting: dict[Request, None] = {}  # requests with tokens that wait for their interval
         self.on_gone: Callable[[str], None] = lambda client: None
         self.clients: dict[str, ClientProcess] = {}  # by name
         self._unreachable: set[str] = set()
@@ -111,6 +119,7 @@ class Delivery:
 
     def dismiss(self, client: str) -> None:
         """Drop a client, and tell it to connect again if its process still runs."""
+        self.deliver(lambda request: request.group.client == client)
         self._transport.send(client, m.Goodbye())
         self.drop(client)
 
@@ -147,34 +156,46 @@ class Delivery:
             self.on_gone(client)
 
     def send_outputs(self, step: list[NewTokens], ended: list[Request]) -> None:
-        """Send the new tokens of a step, and one final output for each request that ended. A client with more than
-        MAX_OUTPUTS outputs gets several messages, so it can read the first while the others are made."""
-        by_client: dict[str, list[Output]] = defaultdict(list)
-        with_tokens = set()
+        """Send the tokens of a step that need not wait, and one final output for each request that ended."""
+        now, due = self._clock(), []
         for new in step:
-            with_tokens.add(new.request)
-            self._collect(new.request, new, by_client)
-        for request in ended:
-            if request not in with_tokens:
-                self._collect(request, None, by_client)
+            request = new.request
+            if request.finish_reason is not None:  # its final output has them
+                continue
+            if now < request.next_output_at:
+                self._waiting[request] = None
+                continue
+            due.append(request)
+            if interval_s := request.group.output_interval_s:
+                request.next_output_at = (now // interval_s + 1) * interval_s
+        self._send(due + ended)
+
+    def deliver(self, wanted: Callable[[Request], bool]) -> None:
+        """Send the tokens that wait for their interval, of the requests that are ``wanted``."""
+        self._send([request for request in self._waiting if wanted(request)])
+
+    def _send(self, requests: list[Request]) -> None:
+        """Send an output of each request. A client with more than MAX_OUTPUTS outputs gets several messages, so it can
+        read the first while the others are made."""
+        by_client: dict[str, list[Output]] = defaultdict(list)
+        for request in requests:
+            self._waiting.pop(request, None)
+            group = request.group
+            retained = group.add.retain_s > 0
+            if request.silent and not retained:
+                continue
+            output = _output(request)
+            if retained:
+                self._retain(output)
+            if not request.silent and group.client in self.clients:
+                outputs = by_client[group.client]
+                outputs.append(output)
+                if self._fences:
+                    self._follow_fences(group.model.scope)
+                if len(outputs) == MAX_OUTPUTS:
+                    self.send(group.client, m.Outputs(by_client.pop(group.client)))
         for client, outputs in by_client.items():
             self.send(client, m.Outputs(outputs, self._load(client)))
-
-    def _collect(self, request: Request, new: NewTokens | None, by_client: dict[str, list[Output]]) -> None:
-        group = request.group
-        retained = group.add.retain_s > 0
-        if request.silent and not retained:
-            return
-        output = _output(request, new)
-        if retained:
-            self._retain(output)
-        if not request.silent and group.client in self.clients:
-            outputs = by_client[group.client]
-            outputs.append(output)
-            if self._fences:
-                self._follow_fences(group.model.scope)
-            if len(outputs) == MAX_OUTPUTS:
-                self.send(group.client, m.Outputs(by_client.pop(group.client)))
 
     def send_replay(self, client: str, scope: Scope, outputs: list[Output]) -> None:
         """Send the earlier outputs of a request of ``scope`` to a client that attached to the request."""
@@ -196,7 +217,8 @@ class Delivery:
         return min(self._patience_s, longest_s) if follows else longest_s
 
     def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
-        """Send a new fence. It replaces an earlier fence of this scope."""
+        """Send a new fence, behind all tokens of the scope. It replaces an earlier fence of this scope."""
+        self.deliver(lambda request: scope.covers(request.scope))
         fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline)
         self.broadcast(m.Fence(fence.id))
         return fence
@@ -231,21 +253,25 @@ class Delivery:
             fence.followed |= fence.scope.covers(scope)
 
 
-def _output(request: Request, new: NewTokens | None) -> Output:
-    first = new.first if new is not None else request.num_output_tokens == 0
+def _output(request: Request) -> Output:
+    """Return what of ``request`` was not delivered yet. It counts as delivered from now on."""
+    start, request.num_delivered = request.num_delivered, request.num_output_tokens
+    logprobs, request.logprobs = request.logprobs, []
+    routed, request.routed = request.routed, b""
+    first = start == 0
     return Output(
         request_id=request.group.add.request_id,
         choice=request.choice,
-        token_ids=new.token_ids if new else [],
-        logprobs=[*new.logprobs] if new else [],
-        spans=[new.span] if new else [],
+        token_ids=request.token_ids[request.num_prompt_tokens + start :],
+        logprobs=logprobs,
+        spans=request.spans(start),
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
         prompt_logprobs=request.prompt_logprobs if first else [],
-        cached_tokens=request.cached_tokens if new is None or new.first else 0,
+        cached_tokens=request.cached_tokens if first else 0,
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,
-        routed=new.routed if new else b"",
+        routed=routed,
     )
 
 

@@ -113,16 +113,19 @@ class RequestLifecycle:
             self._scheduler.add(request)
         self.metrics.observe_accepted(group.requests)
 
-    def attach(self, client: str, record: Record) -> None:
+    def attach(self, client: str, record: Record, output_interval_s: float) -> None:
         """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
-        gets an error and no further outputs."""
+        gets an error and no further outputs. output_interval_s: of the further outputs."""
         self.hand_over([])  # puts the end of a request that has just ended into the record
         group = record.group
+        self._delivery.deliver(lambda request: request.group is group)
         if not record.ended:
             if group.client not in (DETACHED, client):
                 elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
                 self._delivery.reject(group.client, group.add.request_id, elsewhere)
-            group.client = client
+            group.client, group.output_interval_s = client, output_interval_s
+            for request in group.requests:
+                request.next_output_at = 0.0
         if outputs := record.replay():
             self._delivery.send_replay(client, group.model.scope, outputs)
 

@@ -318,7 +318,7 @@ class Retention:
             del self._members[name]
 
     def check_integrity(self, requests: RequestTable) -> None:
-        """Check that each record of a live request has all its tokens, and that the counts are right."""
+        """Check that each record of a live request has all tokens that were delivered, and that the counts are right."""
         assert len(self._ended) <= self._max_ended
         assert self.nbytes == sum(record.nbytes for record in self._records.values())
         assert self._ended_nbytes == sum(record.nbytes for record in self._ended.values())
@@ -328,7 +328,8 @@ class Retention:
             assert record.ended == (request_id in self._ended) == (not live), request_id
             for request in live:
                 kept = record.choices[request.choice].token_ids if request.choice in record.choices else []
-                assert kept == request.token_ids[request.num_prompt_tokens :], request
+                begin = request.num_prompt_tokens
+                assert kept == request.token_ids[begin : begin + request.num_delivered], request
         for request in requests:
             assert request.group.add.retain_s <= 0 or request.group.add.request_id in self._records, request
 

@@ -199,7 +199,7 @@ class Tracks:
                 self._complete(f"{count} prompt tokens", began, end, lane.tid, {"given_up": sampled is None})
         for new in sampled or ():
             name, count = new.request.name, len(new.token_ids)
-            self._count_tokens(name, count, new.span.version, name in prompts, began, end)
+            self._count_tokens(name, count, new.served.version, name in prompts, began, end)
         self._tokens += tokens
         if event.at - self._counted_at >= COUNT_EVERY_S:
             self._count(event.at, event.fields["free_blocks"])

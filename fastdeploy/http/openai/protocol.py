@@ -287,7 +287,7 @@ def generation_request(
     retained_as = fingerprint(body) if fields.retain_s else ""
     adapters = [adapter] * len(prompts)
     requests = engine_requests(ids, prompts, sampling, adapters, fields, group, arrival, retained_as)
-    return GenerationRequest(requests, [text] * len(prompts))
+    return GenerationRequest(requests, [text] * len(prompts), bool(body.stream))
 
 
 def fingerprint(body: GenerationBody) -> str:

@@ -80,7 +80,7 @@ def context(tokenizer) -> ServingContext:
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:
-    request = GenerationRequest([AddRequest("r", prompt, SamplingParams(), n=CHOICES)], [TextOptions()])
+    request = GenerationRequest([AddRequest("r", prompt, SamplingParams(), n=CHOICES)], [TextOptions()], streams=True)
     return kind(context.client, context.tokenizer, request, context.pace())
 
 

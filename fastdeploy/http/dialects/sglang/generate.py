@@ -56,7 +56,8 @@ def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
     names, ids, sampling, adapters, texts = zip(*parts, strict=True)
     if prompts.group:
         names = tuple(part_id(prompts.group, i) for i in range(len(names)))
-    return GenerationRequest(engine_requests(names, ids, sampling, adapters, fields, prompts.group), list(texts))
+    requests = engine_requests(names, ids, sampling, adapters, fields, prompts.group)
+    return GenerationRequest(requests, list(texts), body.stream)
 
 
 class LabelledGeneration(Generation):
