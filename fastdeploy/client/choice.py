@@ -118,8 +118,9 @@ class Choice:
         elif output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             self.message = output.message
-        spans = clip_spans(output.spans, first, first + taken)
-        ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
+        ids, logprobs, spans = output.token_ids, output.logprobs, output.spans
+        if taken < len(ids):
+            ids, logprobs, spans = ids[:taken], logprobs[:taken], clip_spans(spans, first, first + taken)
         delta = ChoiceDelta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -144,7 +145,8 @@ class Choice:
         hidden = output.finish_reason == "stop" and not self._options.include_stop
         shown = len(output.token_ids) - (1 if hidden else 0)
         if not self._options.stops:
-            self.text += self._decoder.extend(output.token_ids[:shown])
+            ids = output.token_ids
+            self.text += self._decoder.push(ids[0]) if shown == 1 else self._decoder.extend(ids[:shown])
             return len(output.token_ids), None
         for i, token_id in enumerate(output.token_ids[:shown]):
             enough = len(self.token_ids) + i + 1 >= self._options.min_tokens

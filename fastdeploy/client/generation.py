@@ -16,6 +16,7 @@ from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, NonFiniteLogits, NoTokenAllowed
 from fastdeploy.core.experts import experts_of
+from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
@@ -28,8 +29,8 @@ TOKENS_AT_ONCE = 128  # of one choice
 MAX_MASK_BYTES = 64 << 20
 # Of the rows of routed experts, likewise. 32,768 tokens of 48 layers and 8 experts have 12 MiB in each choice.
 MAX_ROUTED_BYTES = 512 << 20
-# Between the outputs of a request that nobody reads before its end. What an engine has not sent when it dies is computed
-# again, so at most this much work is lost.
+# Between the outputs of a request that nobody reads before its end. What an engine has not sent when it dies must be
+# computed again, so the work of at most this time is lost.
 OUTPUT_INTERVAL_S = 1.0
 WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
@@ -80,6 +81,7 @@ class Generation:
         self.cached_tokens = [0] * len(self.prompts)
         self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
         self._mask_bytes = self._routed_bytes = 0
+        self._num_open = len(self.choices)
         self._reader = Reader()
 
     def _rows(self, add: AddRequest) -> RoutedRows | None:
@@ -108,7 +110,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self._num_open
 
     @property
     def completion_tokens(self) -> int:
@@ -155,7 +157,8 @@ class Generation:
         for piece in pieces(output, self._tokens_per_delta or TOKENS_AT_ONCE):
             if delta := self._feed_piece(i, stream, piece):
                 deltas.append(delta)
-            await self.pace.spend(1 + WORK_PER_TOKEN * len(piece.token_ids))
+            if not self.pace.allows(1 + WORK_PER_TOKEN * len(piece.token_ids)):
+                await self.pace.wait()
         whole = joined(deltas)
         return deltas if self._tokens_per_delta or whole is None else [whole]
 
@@ -164,21 +167,27 @@ class Generation:
         if choice.finish_reason is not None:  # a stop string ended the choice while the output was in flight
             return None
         delta = choice.feed(output)
-        self._mask_bytes += sum(len(entry.mask_ids) + len(entry.mask_logprobs) for entry in delta.logprobs)
-        if self._mask_bytes > MAX_MASK_BYTES:
-            limit = f"more than {MAX_MASK_BYTES >> 20} MiB of sampling masks in one request"
-            raise InvalidField("return_sampling_mask", f"{limit}: lower top_k, top_p or max_tokens")
+        if delta.logprobs and delta.logprobs[0].mask_ids:
+            self._count_masks(delta.logprobs)
         self._routed_bytes += len(output.routed)
         if self._routed_bytes > MAX_ROUTED_BYTES:
             limit = f"more than {MAX_ROUTED_BYTES >> 20} MiB of rows in one request"
             raise InvalidField("routed_experts", f"{limit}: ask for fewer choices, rows from a later position, or none")
         if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
             self.cached_tokens[i] = output.cached_tokens
+        self._num_open -= choice.finish_reason is not None
         if choice.finish_reason == "error" and choice.stop_reason not in OF_ONE_CHOICE:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
             stream.stop(self._sent_choice(stream, output.choice))
         return delta
+
+    def _count_masks(self, entries: Sequence[Logprob]) -> None:
+        """Raise InvalidField once the masks of this request are too large."""
+        self._mask_bytes += sum(len(entry.mask_ids) + len(entry.mask_logprobs) for entry in entries)
+        if self._mask_bytes > MAX_MASK_BYTES:
+            limit = f"more than {MAX_MASK_BYTES >> 20} MiB of sampling masks in one request"
+            raise InvalidField("return_sampling_mask", f"{limit}: lower top_k, top_p or max_tokens")
 
     def _received(self, stream: RequestStream, output: Output) -> Output:
         """Return ``output`` with the number of its choice and the positions that its choice has for this caller."""

@@ -27,10 +27,18 @@ class Pace:
 
     async def spend(self, work: int) -> None:
         """Count ``work`` units that were done, and let the event loop run if the slice is used up."""
+        if not self.allows(work):
+            await self.wait()
+
+    def allows(self, work: int) -> bool:
+        """Count ``work`` units that were done. False: the slice is used up, and the caller must :meth:`wait`."""
         self._left -= work
-        if self._left <= 0:
-            self._left = SLICE
-            await wait_for_slice(self._slice_lock)
+        return self._left > 0
+
+    async def wait(self) -> None:
+        """Let the event loop run, and begin the next slice."""
+        self._left = SLICE
+        await wait_for_slice(self._slice_lock)
 
     async def array(self, items: Iterable[Any], work: int = 1) -> msgspec.Raw:
         """Return the JSON array of ``items``, which are encoded slice by slice. work: units per item."""
@@ -39,6 +47,15 @@ class Pace:
             parts.append(_encoder.encode(batch)[1:-1])
             await self.spend(len(batch) * work)
         return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+    async def columns(self, num: int, columns: dict[str, Iterable[Any]], work: int) -> Any:
+        """Return the JSON object of arrays of ``num`` items each. Few items are encoded in one go. work: units for an
+        item of each column."""
+        if num * work < self._left:
+            self._left -= num * work
+            return msgspec.Raw(_encoder.encode({name: list(items) for name, items in columns.items()}))
+        return {name: await self.array(items, -(-work // len(columns))) for name, items in columns.items()}
 
 
 class GrowingArray:

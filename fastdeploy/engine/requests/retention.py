@@ -318,7 +318,7 @@ class Retention:
             del self._members[name]
 
     def check_integrity(self, requests: RequestTable) -> None:
-        """Check that each record of a live request has all tokens that were delivered, and that the counts are right."""
+        """Check that the record of each live request has the tokens that were delivered, and all counts."""
         assert len(self._ended) <= self._max_ended
         assert self.nbytes == sum(record.nbytes for record in self._records.values())
         assert self._ended_nbytes == sum(record.nbytes for record in self._ended.values())

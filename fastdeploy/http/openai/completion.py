@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -163,20 +164,22 @@ class CompletionView(OpenAIReply):
         known = self.generation.choices[index // n * n].prompt_logprobs
         return [None] * len(prompt) if known is None else [None, *known]
 
-    async def _arrays(self, ids: list[int], entries: list[Logprob | None], offset: int) -> tuple[dict[str, Any], int]:
+    async def _arrays(self, ids: list[int], entries: list[Logprob | None], offset: int) -> tuple[Any, int]:
         """Return OpenAI's four aligned arrays, and the text offset after them."""
-        text, array = self.token_text, self.generation.pace.array
-        offsets = list(accumulate((len(text(token)) for token in ids), initial=offset))
-        top = (self._top(text(token), entry) for token, entry in zip(ids, entries, strict=True))
-        return {
-            "tokens": await array(text(token) for token in ids),
-            "token_logprobs": await array(None if entry is None else entry.logprob for entry in entries),
-            "top_logprobs": await array(top, work_of(entries)),
-            "text_offset": await array(offsets[:-1]),
-        }, offsets[-1]
+        texts = list(map(self.token_text, ids))
+        offsets = list(accumulate(map(len, texts), initial=offset))
+        columns: dict[str, Iterable[Any]] = {
+            "tokens": texts,
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": map(self._top, texts, entries),
+            "text_offset": offsets[:-1],
+        }
+        return await self.generation.pace.columns(len(ids), columns, 3 + work_of(entries)), offsets[-1]
 
     def _top(self, token: str, entry: Logprob | None) -> dict[str, float] | None:
-        text = self.token_text
         if entry is None:
             return None
-        return {token: entry.logprob} | {text(token_id): logprob for token_id, logprob in entry.top}
+        top = {token: entry.logprob}
+        for token_id, logprob in entry.top if entry.top_ids else ():
+            top[self.token_text(token_id)] = logprob
+        return top

@@ -196,15 +196,18 @@ class OpenAIReply:
         choice["weight_versions"] = weight_versions(delta.spans)
         if delta.finish_reason is not None:
             choice |= _end_of(whole)
-        choice |= await self._new_routing(index, delta)
-        if index not in self._seen and self._has_prompt_logprobs(index):
-            choice["prompt_logprobs"] = await self._prompt_logprobs(index)
-        choice |= await self._sampling_mask(delta.logprobs)
+        if self._routing_form is not None:
+            choice |= await self._new_routing(index, delta)
+        if self._asks_mask:
+            choice |= await self._sampling_mask(delta.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        if self._with_prompt and index not in self._seen:
-            choice["prompt_token_ids"] = self._prompt(index)
-        self._seen.add(index)
+        if index not in self._seen:
+            self._seen.add(index)
+            if self._has_prompt_logprobs(index):
+                choice["prompt_logprobs"] = await self._prompt_logprobs(index)
+            if self._with_prompt:
+                choice["prompt_token_ids"] = self._prompt(index)
         event = self._head(self.event_kind)
         event["choices"] = [choice]
         event["weight_version"] = weight_version(delta.spans)

@@ -46,20 +46,20 @@ def assert_delivered(stream: Stream, tokens: int) -> None:
     assert [(span.start, span.end) for span in stream.spans][-1][1] == tokens
 
 
-def test_a_thousand_tokens_take_a_message_for_each_interval_and_are_those_of_a_stream():
-    h = Harness(FakeRunner(max_model_len=2048, num_blocks=512))
-    h.add("r", PROMPT, max_tokens=1000, output_interval_s=INTERVAL_S, logprobs=1)
-    run(h, 1010)
+def test_three_hundred_tokens_take_a_message_for_each_interval_and_are_those_of_a_stream():
+    h = Harness(FakeRunner(max_model_len=512, num_blocks=128))
+    h.add("r", PROMPT, max_tokens=300, output_interval_s=INTERVAL_S, logprobs=1)
+    run(h, 305)
     messages = h.sent(m.Outputs)
-    assert len(messages) <= 2 + 1000 * STEP_S / INTERVAL_S
+    assert len(messages) <= 2 + 300 * STEP_S / INTERVAL_S
     assert len(messages[0].outputs[0].token_ids) == 1, "the first token is sent at once"
-    streamed = Harness(FakeRunner(max_model_len=2048, num_blocks=512))
-    streamed.add("r", PROMPT, max_tokens=1000, logprobs=1)
+    streamed = Harness(FakeRunner(max_model_len=512, num_blocks=128))
+    streamed.add("r", PROMPT, max_tokens=300, logprobs=1)
     streamed.run_out()
     one, other = h.stream("r"), streamed.stream("r")
     assert (one.tokens, one.logprobs, one.reason) == (other.tokens, other.logprobs, other.reason)
     assert all(len(message.outputs[0].spans) == 1 for message in messages), "spans of equal labels are one"
-    assert len(streamed.sent(m.Outputs)) == 1000
+    assert len(streamed.sent(m.Outputs)) == 300
 
 
 def test_requests_with_one_interval_share_their_messages():
