@@ -48,7 +48,6 @@ class Pace:
             await self.spend(len(batch) * work)
         return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
-
     async def columns(self, num: int, columns: dict[str, Iterable[Any]], work: int) -> Any:
         """Return the JSON object of arrays of ``num`` items each. Few items are encoded in one go. work: units for an
         item of each column."""

@@ -14,19 +14,24 @@ class Reader:
     """What wakes the one task that reads some streams."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._is_woken = False
+        self._waiter: asyncio.Future[None] | None = None
         self._streams: dict[RequestStream, None] = {}  # an ordered set
 
     def wake(self, stream: RequestStream | None = None) -> None:
         """Make :meth:`wait` return, with ``stream`` among the streams that it returns."""
         if stream is not None:
             self._streams[stream] = None
-        self._event.set()
+        self._is_woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> list[RequestStream]:
         """Return the streams that have something to read since the last call. May be empty."""
-        await self._event.wait()
-        self._event.clear()
+        if not self._is_woken:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_woken = False
         streams, self._streams = list(self._streams), {}
         return streams
 

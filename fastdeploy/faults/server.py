@@ -124,6 +124,7 @@ class ServerFaults:
         faults = injection.request
         if faults.is_empty:
             return await self._submit(request, reader, make_stream)
+        request = msgspec.structs.replace(request, output_interval_s=0.0)  # a fault may come behind any token
         stream = await self._submit(request, reader, faults.stream)
         faults.submitted(request.request_id)
         return stream

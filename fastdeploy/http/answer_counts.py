@@ -8,6 +8,7 @@ all, and those of API servers that have ended.
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -69,9 +70,9 @@ class CountAnswers:
         self._app, self._counts = app, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted_send(message: Message) -> None:
+        def counted_send(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 self._counts.add(scope, message["status"])
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, counted_send if scope["type"] == "http" else send)

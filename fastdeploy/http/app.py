@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI
@@ -211,10 +211,10 @@ class LastResort:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched_send(message: Message) -> None:
+        def watched_send(message: Message) -> Awaitable[None]:
             nonlocal started
             started = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, watched_send)
@@ -238,9 +238,9 @@ class TraceId:
             await self._app(scope, receive, send)
             return
 
-        async def traced_send(message: Message) -> None:
+        def traced_send(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", trace)]
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, traced_send)

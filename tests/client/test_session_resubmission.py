@@ -63,7 +63,9 @@ class Engines:
 def generation_of(client: Any, n: int = 1, routed: bool = False, **fields: Any) -> LastingGeneration:
     sampling = SamplingParams(max_tokens=10, seed=7, min_tokens=4, routed_experts=routed)
     add = AddRequest("r", [1, 2], sampling, n=n, **fields)
-    return LastingGeneration(client, None, GenerationRequest([add], [TextOptions()], streams=True), Pace(asyncio.Lock()))
+    return LastingGeneration(
+        client, None, GenerationRequest([add], [TextOptions()], streams=True), Pace(asyncio.Lock())
+    )
 
 
 def run(test: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,10 +67,10 @@ class BodyLimit:
                     await wait_for_slice(self._slice_lock)
             return message
 
-        async def closing_send(message: Message) -> None:
+        def closing_send(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start" and not complete:
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
+            return send(message)
 
         if declared > limit:
             await error_response(error)(scope, receive, closing_send)
