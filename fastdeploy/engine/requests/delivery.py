@@ -83,7 +83,7 @@ class Delivery:
 
     Tokens of a request with an output interval wait here. They are delivered at the first step behind a multiple of the
     interval, so those of many requests are in one message, and with the end of the request. They are also delivered
-    when somebody must have them: before a fence of their scope, a replay, and the goodbye to their client."""
+    when somebody must have them: before a fence of their scope, and before the goodbye to their client."""
 
     def __init__(
         self,

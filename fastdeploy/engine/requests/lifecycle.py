@@ -118,7 +118,6 @@ class RequestLifecycle:
         gets an error and no further outputs. output_interval_s: of the further outputs."""
         self.hand_over([])  # puts the end of a request that has just ended into the record
         group = record.group
-        self._delivery.deliver(lambda request: request.group is group)
         if not record.ended:
             if group.client not in (DETACHED, client):
                 elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
