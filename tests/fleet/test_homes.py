@@ -8,12 +8,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from e2e.server import until
 from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet import homes
 from fastdeploy.fleet.homes import Homes
 from fastdeploy.fleet.replica import TELLS, Replica, ReplicaState
-from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.router import Router, cost_at
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeGateway, fake_fleet
 from fleet.gateways import gateways
@@ -123,7 +124,7 @@ def test_a_new_home_learns_from_the_gateway_where_the_session_is():
             add = make_request(session=f"s{k}", first=k)
             home = doors.home_of(add)
             door, last = doors.others(home)
-            replica = await doors.place(door, add)
+            replica = await doors.place(door, add, refused_by=["r0"])
             began = doors.routers[door].began(add.session)
             doors.names.remove(home)
             later = make_request(1500, session=f"s{k}", first=k)
@@ -207,10 +208,12 @@ async def connected(door: FakeGateway, other: FakeGateway) -> None:
 
 def test_the_prefix_of_a_session_is_cached_for_every_gateway(monkeypatch):
     monkeypatch.setattr(homes, "ASK_S", 20.0)
-    with gateways(2, runner={"num_blocks": 1024, "max_model_len": 1024}, max_num_batched_tokens=512) as fleet:
+    runner = {"num_blocks": 1024, "max_model_len": 1024}
+    with gateways(2, runner=runner, max_num_batched_tokens=512, heartbeat_s=0.05) as fleet:
         for door, other in itertools.permutations(fleet.doors):
             door.run(connected(door, other))
         cached = []
+        replicas = [replica for door in fleet.doors for replica in door.client.membership.replicas.values()]
         for k in range(8):
             for turn, door in enumerate(fleet.doors):
                 sampling = {"max_new_tokens": 1, "ignore_eos": True}
@@ -218,4 +221,5 @@ def test_the_prefix_of_a_session_is_cached_for_every_gateway(monkeypatch):
                 reply = door.http.post("/generate", json=body)
                 assert reply.status_code == 200, reply.text
                 cached.append(reply.json()["meta_info"]["cached_tokens"])
+                until(lambda: not any(map(cost_at, replicas)), 20, "all know that nothing runs")
         assert all(tokens >= 396 for tokens in cached[1::2]), cached
