@@ -1,8 +1,10 @@
-"""Pause a fleet while its replicas are killed, stopped and slowed: ``python acceptance/fleet_chaos.py --pauses 1000``.
+"""Pause a fleet while its replicas and gateways are killed, stopped and slowed: ``python acceptance/fleet_chaos.py
+--pauses 1000``.
 
-The engines are processes of their own on a runner that sleeps. In each cycle the fleet is paused and resumed, some
-replicas are harmed, every engine is asked directly, and each token of a steady load is compared with the token that
-the weights of its span give. Exits 1 if something was wrong.
+Engines and gateways are processes of their own. The engines have a runner that sleeps; the gateways answer at one port.
+In each cycle the fleet is paused and resumed, some replicas and one gateway are harmed, every engine is asked directly,
+and each token of a steady load is compared with the token that the weights of its span give. A request whose gateway
+dies is sent again with its id. Exits 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ def report(chaos: Chaos) -> str:
     rows, p99 = [], percentile(excess_ms(at_once, step_s), 99)
     for name, pauses in (
         ("all", at_once),
-        ("cycles without harm", [pause for pause in at_once if not pause.harmed]),
-        ("cycles with harm", [pause for pause in at_once if pause.harmed]),
+        ("a gateway was harmed", [pause for pause in at_once if pause.door]),
+        ("no gateway was harmed", [pause for pause in at_once if not pause.door]),
+        ("of these: engines were harmed", [pause for pause in at_once if pause.harmed and not pause.door]),
         ("with a fence", [pause for pause in at_once if pause.fenced]),
         ("without a fence", [pause for pause in at_once if not pause.fenced]),
     ):
@@ -78,6 +81,7 @@ def load_average() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=32)
+    parser.add_argument("--gateways", type=int, default=3)
     parser.add_argument("--pauses", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--fence-ms", type=float, default=30.0, help="fence_after_s of the fleet, above a step")
@@ -86,10 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL, format="%(asctime)s %(message)s")
     before = load_average()
     logging.getLogger("benchmarks").setLevel(logging.ERROR)
-    options = Options(args.replicas, args.pauses, args.seed, fence_s=args.fence_ms / 1000)
+    options = Options(args.replicas, args.gateways, args.pauses, args.seed, fence_s=args.fence_ms / 1000)
     chaos = Chaos(options, say)
     uvloop.run(chaos.run())
-    print(f"{args.replicas} replicas, {args.pauses} cycles, seed {args.seed}; {before} before, {load_average()} after")
+    fleet = f"{args.replicas} replicas, {args.gateways} gateways"
+    print(f"{fleet}, {args.pauses} cycles, seed {args.seed}; {before} before, {load_average()} after")
     print(report(chaos))
     for problem in chaos.ledger.problems:
         print(f"WRONG: {problem}")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.runner import checksum, next_token
-from fastdeploy.bench.workload import Clients
-from fastdeploy.client.request_stream import RequestStream
-from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader, RequestsRejected
+from fastdeploy.bench.client import Client, Stream
+from fastdeploy.bench.timeline import StreamLog
+from fastdeploy.bench.workload import Clients, completion
+from fastdeploy.core.errors import RequestsRejected
 from fastdeploy.core.outputs import Span
-from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.fleet.client import FleetClient
-from fastdeploy.inter_communicator.messages import Output
 
 MAX_HISTORY = 600  # tokens, then a session ends and another one begins
 RETRY_S = 0.05
+RETAIN_S = 60.0
 
 
 def number_of(version: str, first_version: str) -> int:
@@ -41,13 +39,10 @@ class Answer:
     spans: list[Span] = field(default_factory=list)
     finish: str = ""
 
-    def add(self, output: Output, ledger: Ledger) -> None:
-        """Add an output."""
-        if self.finish:
-            ledger.problem(f"{self.name}: an output after the last one")
-        self.spans += output.spans
-        self.tokens += output.token_ids
-        self.finish = output.finish_reason or ""
+    def add(self, token_ids: list[int], spans: list[Span]) -> None:
+        """Add the tokens of an event."""
+        self.spans += spans
+        self.tokens += token_ids
 
     def check(self, ledger: Ledger, first_version: str, may_be_short: bool) -> None:
         """Compare the tokens with those that the weights of their spans give. The spans say where its tokens belong, so
@@ -68,27 +63,32 @@ class Answer:
 
 
 class Load:
-    """``num`` sessions at once, while ``clients`` go on. gateway: returns the gateway of now. scale: of the lengths of
-    answers. first_version: label of the weights 0. committed: epoch of the last commit that was answered. aborts:
-    counts the beginnings and ends of pause calls that may end requests. rejecting: pauses now that refuse requests.
-    ready: a gateway takes requests."""
+    """``num`` sessions at once, while ``clients`` go on. client: of all gateways. scale: of the lengths of answers.
+    first_version: label of the weights 0. committed: epoch of the last commit that was answered. aborts: counts the
+    beginnings and ends of pause calls that may end requests. rejecting: pauses now that refuse requests.
 
-    def __init__(self, gateway: Callable[[], FleetClient], ledger: Ledger, num: int, seed: int, scale: float = 1.0):
+    A request whose gateway dies is sent again with its id, and read from its beginning: at another gateway it has the
+    tokens that it had, as the spans of each token say."""
+
+    def __init__(self, client: Client, ledger: Ledger, num: int, seed: int, scale: float = 1.0):
         self.committed = self.aborts = self.rejecting = 0
         self.first_version = ""
-        self.ready = asyncio.Event()
         self.clients = Clients(num, self._session)
-        self._gateway, self._ledger = gateway, ledger
+        self._client, self._ledger = client, ledger
         self._draw = random.Random(seed)
         self._scale = scale
-        self._streams: dict[RequestStream, Answer] = {}
+        self._streams: dict[Stream, str] = {}  # with the names of their answers
+        self._reached: dict[str, int] = {}  # by answer: the most tokens that it has had
 
     def tokens_so_far(self) -> int:
-        """Return the number of tokens that have reached the clients, also those that nobody has read yet."""
-        for stream, answer in self._streams.items():
-            with contextlib.suppress(FastDeployError):  # its task gets the error too
-                self._read(stream, answer)
-        return self._ledger.counts["tokens"]
+        """Return the number of tokens that have reached the clients, also those that nobody has read yet. A token that
+        comes again, from another gateway, counts once."""
+        for stream, name in self._streams.items():
+            self._reach(stream, name)
+        return sum(self._reached.values())
+
+    def _reach(self, stream: Stream, name: str) -> None:
+        self._reached[name] = max(self._reached.get(name, 0), stream.log.num_tokens)
 
     async def _session(self, client: int) -> None:
         name, history = f"session-{client}-{self._draw.randrange(1 << 30)}", list[int]()
@@ -104,45 +104,65 @@ class Load:
             await asyncio.sleep(self._draw.uniform(0.0, 0.2))
 
     async def _ask(self, session: str, name: str, prompt: list[int], max_tokens: int, seen: int) -> Answer:
-        """Return the answer, or as much of it as its gateway could give."""
-        ledger = self._ledger
-        await self.ready.wait()
-        gateway = self._gateway()
-        answer = Answer(name, prompt, max_tokens, max(seen, self.committed))
-        aborts = self.aborts
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        request = AddRequest(f"{name}-{id(gateway)}", prompt, sampling, session=session)
+        """Return the answer, from as many gateways as it takes."""
+        ledger, aborts, rejected = self._ledger, self.aborts, self.rejecting > 0
+        body = completion("fake", prompt, max_tokens, name) | {"session": session, "retain_s": RETAIN_S}
         ledger.counts["requests"] += 1
-        try:
-            with await gateway.submit(request) as stream:
-                self._streams[stream] = answer
-                try:
-                    while not answer.finish:
-                        await stream.reader.wait()
-                        self._read(stream, answer)
-                finally:
-                    del self._streams[stream]
-        except RequestsRejected:
-            self._cut(answer, "refused by a pause", aborts < self.aborts or self.rejecting > 0)
-        except (EngineDead, NotLeader) as error:
-            self._cut(answer, "cut off with the gateway", gateway is not self._gateway(), str(error))
-        was_cut = not answer.finish
-        if answer.finish == "abort":
-            ledger.counts["ended by a pause"] += 1
-            if aborts == self.aborts and not self.rejecting:
-                ledger.problem(f"{name}: ended by abort without a pause")
-        answer.check(ledger, self.first_version, may_be_short=was_cut or answer.finish == "abort")
-        if was_cut:
+        floor = max(seen, self.committed)
+        while True:
+            answer = Answer(name, prompt, max_tokens, floor)
+            log = await self._read(body, answer)
+            may_be_ended = rejected or aborts < self.aborts or self.rejecting > 0
+            if log.status == 200 and not answer.finish:
+                answer.check(ledger, self.first_version, may_be_short=True)
+                ledger.counts["taken up at another gateway"] += 1
+            elif log.status == 200 or code_in(log) == RequestsRejected.code:
+                break
+            elif log.status not in (0, 503):
+                ledger.problem(f"{name}: HTTP {log.status}: {log.error}")
+                break
+            else:
+                ledger.counts["sent again"] += 1
             await asyncio.sleep(RETRY_S)
+        if answer.finish in ("", "abort"):
+            ledger.counts["ended by a pause"] += 1
+            if not may_be_ended:
+                ledger.problem(f"{name}: ended by a pause, without one")
+        answer.check(ledger, self.first_version, may_be_short=answer.finish in ("", "abort"))
         return answer
 
-    def _read(self, stream: RequestStream, answer: Answer) -> None:
-        """Add what the stream has to the answer. Raises the stream's error."""
-        for output in stream.read():
-            answer.add(output, self._ledger)
-            self._ledger.counts["tokens"] += len(output.token_ids)
+    async def _read(self, body: dict[str, Any], answer: Answer) -> StreamLog:
+        """Read one answer of a gateway to its end. Status 0: no gateway has answered."""
+        try:
+            stream = await self._client.stream("/v1/completions", body)
+        except OSError as error:
+            return StreamLog("", 0.0, error=str(error))
+        self._streams[stream] = answer.name
+        try:
+            log = await stream.wait_closed()
+        finally:
+            stream.cancel()
+            del self._streams[stream]
+            self._reach(stream, answer.name)
+        self._ledger.counts["tokens"] += log.num_tokens
+        ends = len(log.finals)
+        for event in log.tokens:
+            answer.add(event.token_ids, [span_of(span) for span in event.weight_versions])
+        if ends:
+            answer.finish = log.finals[0][1]
+        if ends > 1 or (ends and log.tokens and log.tokens[-1].at > log.finals[0][0]):
+            self._ledger.problem(f"{answer.name}: an output after the last one")
+        return log
 
-    def _cut(self, answer: Answer, what: str, may_be: bool, why: str = "") -> None:
-        self._ledger.counts[what] += 1
-        if not may_be:
-            self._ledger.problem(f"{answer.name}: {what}, without a reason {why}")
+
+def span_of(fields: dict[str, Any]) -> Span:
+    """Return a span of a reply."""
+    return Span(fields["version"], fields["weight_epoch"], fields["start"], fields["end"])
+
+
+def code_in(log: StreamLog) -> str:
+    """Return the code of the error that a gateway answered with."""
+    try:
+        return str(json.loads(log.error or "")["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""

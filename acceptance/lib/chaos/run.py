@@ -1,4 +1,4 @@
-"""The cycles: a pause, harm to some replicas, questions to every engine, and a resume."""
+"""The cycles: a pause, harm to some replicas and gateways, questions to every engine, and a resume."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 
 import zmq.asyncio
 
+from acceptance.lib.chaos.doors import Door, Doors, as_it_is, code_of
 from acceptance.lib.chaos.load import Load, number_of
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
+from fastdeploy.bench.client import ServerError, WireError
 from fastdeploy.client.engine_client import EngineClient
-from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, PauseTimeout, UpdateInProgress
-from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.client import FleetClient
+from fastdeploy.core.errors import EngineError, HoldNotFound, PauseTimeout, UpdateInProgress
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
-from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
@@ -31,17 +30,23 @@ ANSWER_S = 5.0
 SILENT_S = 3600.0  # a stopped engine keeps its connection
 MODES = ("keep", "keep", "keep", "keep", "abort", "wait")
 HARMS = ("kill", "stop", "stop for good", "slow")
+DOOR_HARMS = ("kill", "kill", "end", "stop", "slow")
 MOMENTS = ("before", "during", "paused")
 SPREAD_S = 0.06  # harm "during" a pause begins so long after the call, at most
+LAST_BYTES_S = 0.15  # several steps: without a token for so long, the clients have got what came before the pause,
+LAST_TOKEN_S = 3.0  # and that takes no longer than this
+LEADER_S = 2.0  # for the gateway that leads to tell its members
 
 
 @dataclass(frozen=True)
 class Options:
-    """replicas: number of engines. pauses: number of cycles. harm: part of the replicas that is harmed in a cycle with
-    harm. step_s: of a replica. fence_s: fence_after_s of the fleet, above a step. sessions: of the load. scale: of
-    the lengths of its answers. pace_s: longest time between two calls."""
+    """replicas: number of engines. gateways: number of gateways, of which one is harmed in each cycle if there are
+    several. pauses: number of cycles. harm: part of the replicas that is harmed in a cycle with harm. step_s: of a
+    replica. fence_s: fence_after_s of the fleet, above a step. sessions: of the load. scale: of the lengths of its
+    answers. pace_s: longest time between two calls."""
 
     replicas: int = 32
+    gateways: int = 3
     pauses: int = 1000
     seed: int = 0
     harm: float = 0.1
@@ -63,11 +68,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Pause:
-    """A pause call. seconds: until its answer. harmed: harm was done in its cycle. fenced: replicas during the call."""
+    """A pause call. seconds: until its answer. harmed: harm was done to engines in its cycle. door: a gateway was
+    harmed during the call. fenced: replicas during the call."""
 
     mode: str
     seconds: float
     harmed: bool
+    door: bool
     fenced: int
 
 
@@ -105,10 +112,16 @@ class Witness:
 
 
 class Chaos:
-    """One run. say: prints a line. ledger, pauses, launcher: the results."""
+    """One run. say: prints a line. in_gateways: called first in the process of each gateway; a test may spoil it.
+    ledger, pauses, launcher: the results."""
 
-    def __init__(self, options: Options, say: Callable[[str], None] = lambda line: None):
-        self.options = options
+    def __init__(
+        self,
+        options: Options,
+        say: Callable[[str], None] = lambda line: None,
+        in_gateways: Callable[[], None] = as_it_is,
+    ):
+        self.options, self._in_gateways = options, in_gateways
         self.ledger = Ledger()
         self.pauses: list[Pause] = []
         self._say = say
@@ -120,8 +133,12 @@ class Chaos:
             stall_s=10.0,
             stage_timeout_s=5.0,
             rebuild_s=1.0,
+            model_roots=("/",),
         )
         self._weights = 0
+        self._updating = 0  # calls now, and of all
+        self._num_updates = 0
+        self._boot_id = ""
         self._cycle_harmed = False
         self._harm: set[asyncio.Task[None]] = set()
         self._updates: list[asyncio.Task[None]] = []
@@ -132,18 +149,18 @@ class Chaos:
         costs = Costs(step_s=options.step_s, prompt_s=1e-6)
         with FakeEngines(costs) as engines:
             self.launcher = EngineLauncher(engines, options.replicas, **ENGINE)
-            self._context = context_of_many()
-            self._witness = Witness(self.launcher.listed, self._context)
+            context = context_of_many()
+            self._witness = Witness(self.launcher.listed, context)
             self._witness.start()
-            load = Load(lambda: self.gateway, self.ledger, options.sessions, options.seed, options.scale)
-            self.load = load
-            await self._new_gateway()
-            await self._until_members(options.replicas)
-            first = next(iter((await self._witness.ask(self.launcher.names)).values()))
-            load.first_version, self._boot_id = first["version"], self.gateway.membership.boot_id
-            self._blocks = first["available_gpu_block_num"]
-            load.clients.go_on()
+            self.doors = Doors(self._config, self.launcher, options.gateways, self._in_gateways)
+            load = self.load = Load(self.doors.client, self.ledger, options.sessions, options.seed, options.scale)
             try:
+                self.doors.start()
+                await self._until_members(options.replicas)
+                first = next(iter((await self._witness.ask(self.launcher.names)).values()))
+                load.first_version = first["version"]
+                self._blocks = first["available_gpu_block_num"]
+                load.clients.go_on()
                 for number in range(options.pauses):
                     await self._cycle()
                     if (number + 1) % 50 == 0:
@@ -152,10 +169,12 @@ class Chaos:
                 await load.clients.rest()
                 await self._check_end()
             finally:
+                for task in self._harm:
+                    task.cancel()
                 await load.clients.close()
-                await self.gateway.close()
+                await self.doors.close()
                 await self._witness.close()
-                self._context.destroy(linger=0)
+                context.destroy(linger=0)
 
     # ------------------------------------------------------------------ a cycle
 
@@ -164,41 +183,49 @@ class Chaos:
         draw, options = self._draw, self.options
         await self._until_members(options.num_needed)
         moment = draw.choice(MOMENTS) if draw.random() < 0.7 else ""
+        door_moment = draw.choice(MOMENTS) if options.gateways > 1 else ""
         self._cycle_harmed = bool(moment) or bool(self.launcher.harmed)
+        self._harm_at("before", moment, door_moment)
         if moment == "before":
-            self._do_harm(0.0)
             await asyncio.sleep(draw.choice((0.0, 0.02)))
-        elif moment == "during":
-            self._do_harm(SPREAD_S)
+        self._harm_at("during", moment, door_moment)
         mode, kind = draw.choice(MODES), draw.random()
         if kind < 0.1:  # without a pause, or beside one
             self._updates = [asyncio.create_task(self._update())]
         holds = [f"trainer-{draw.randrange(1 << 30)}" for _ in range(2 if kind > 0.85 else 1)]
-        if kind > 0.98:
-            await self._replace_during_a_pause(holds[0])
-            return
         stand = [hold for hold in await asyncio.gather(*(self._pause(hold, mode) for hold in holds)) if hold]
         if stand:
-            before = self.load.tokens_so_far()
+            began, quiet = time.monotonic(), not self._doors_harmed
+            before = await self._last_token(mode, quiet)
             await self._check_members(set(stand))
-            await self._while_paused(moment, stand)
-            if self.load.tokens_so_far() != before:
-                self.ledger.problem(f"{self.load.tokens_so_far() - before} tokens came during a pause ({mode})")
+            await self._while_paused(moment, door_moment, stand)
+            came = self.load.tokens_so_far() - before
+            if came and quiet and not self._doors_harmed and self.doors.harmed_at < began:
+                self.ledger.problem(f"{came} tokens came during a pause ({mode})")
+            self.ledger.counts["pauses without a token"] += quiet
         await asyncio.gather(*(self._resume(hold) for hold in stand))
         await asyncio.gather(*self._updates)
         self.load.rejecting -= len(stand) * (mode == "abort")
         await self._check_members(set())
         await asyncio.sleep(draw.uniform(0.0, options.pace_s))
 
-    async def _while_paused(self, moment: str, stand: list[str]) -> None:
+    async def _last_token(self, mode: str, quiet: bool) -> int:
+        """Wait until the clients have got what the gateways had before the end of the pause. Return the number of
+        tokens. quiet: no gateway was harmed, so that must come soon."""
+        end, number = time.monotonic() + LAST_TOKEN_S, -1
+        while (now := self.load.tokens_so_far()) != number:
+            if quiet and time.monotonic() > end and not self._doors_harmed:
+                self.ledger.problem(f"tokens go on coming in a pause ({mode})")
+                break
+            number = now
+            await asyncio.sleep(LAST_BYTES_S)
+        return now
+
+    async def _while_paused(self, moment: str, door_moment: str, stand: list[str]) -> None:
         draw = self._draw
-        if moment == "paused":
-            self._do_harm(0.0)
+        self._harm_at("paused", moment, door_moment)
         if draw.random() < 0.2:
             await self._update()
-            await self._check_members(set(stand))
-        if draw.random() < 0.02:
-            await self._replace_gateway()
             await self._check_members(set(stand))
         if len(stand) == 2 and draw.random() < 0.5:
             released = stand.pop()
@@ -210,58 +237,71 @@ class Chaos:
         """Return the hold if it stands."""
         draw, ledger, load = self._draw, self.ledger, self.load
         on_timeout = draw.choice(("cancel", "keep", "abort")) if mode == "wait" else None
-        args = m.PauseArgs(mode, hold_id=hold, timeout_s=0.2, on_timeout=on_timeout)
+        body = {"mode": mode, "hold_id": hold, "timeout_s": 0.2} | ({"on_timeout": on_timeout} if on_timeout else {})
         aborts = "abort" in (mode, on_timeout)
         load.aborts += aborts
         load.rejecting += aborts
-        began = time.monotonic()
-        try:
-            report = await self.gateway.call(args)
-        except PauseTimeout:
+        began, harmed = time.monotonic(), self._doors_harmed
+        reply = await self.doors.call("POST", "/v1/pause", body)
+        seconds = time.monotonic() - began
+        load.aborts += aborts
+        load.rejecting -= aborts and mode != "abort"
+        if code_of(reply) == PauseTimeout.code:
             ledger.counts["pauses refused"] += 1
+            load.rejecting -= mode == "abort"
             await self._check_members(set(), {hold})
             return ""
-        finally:
-            load.aborts += aborts
-            load.rejecting -= aborts and mode != "abort"
-        seconds, fenced = time.monotonic() - began, sum(entry["status"] == "fenced" for entry in report["replicas"])
-        self.pauses.append(Pause(mode, seconds, self._cycle_harmed, fenced))
+        report = reply.checked("pause")["result"]
+        self._boot_id = self._boot_id or report["boot_id"]
+        if report["boot_id"] != self._boot_id:
+            self._boot_id = report["boot_id"]
+            ledger.problem("the fleet has lost its weights")
+        fenced = sum(entry["status"] == "fenced" for entry in report["replicas"])
+        door = harmed or self._doors_harmed or self.doors.harmed_at > began
+        self.pauses.append(Pause(mode, seconds, self._cycle_harmed, door, fenced))
         ledger.counts["pauses"] += 1
         return hold
 
     async def _resume(self, hold: str) -> None:
-        await self.gateway.call(m.ResumeArgs(hold))
+        reply = await self.doors.call("POST", "/v1/resume", {"hold_id": hold})
+        if code_of(reply) != HoldNotFound.code:  # an earlier try has released it, and its gateway died
+            reply.checked("resume")
         self.ledger.counts["resumes"] += 1
 
     async def _update(self) -> None:
         """Give the fleet new weights."""
         self._weights += 1
         version = f"w{self._weights}"
-        kv = self._draw.choice(("keep", "recompute"))
-        gateway = self.gateway
+        body = {"model_path": f"/{version}", "version": version, "kv": self._draw.choice(("keep", "recompute"))}
+        self._updating += 1
+        self._num_updates += 1
         try:
-            report = await gateway.call(m.UpdateWeightsArgs(FolderSource(f"/{version}"), version=version, kv=kv))
-        except (EngineDead, UpdateInProgress) as error:
-            if isinstance(error, EngineDead) and gateway is self.gateway:
-                raise
+            reply = await self.doors.call("POST", "/v1/update_weights", body)
+        finally:
+            self._updating -= 1
+        if code_of(reply) == UpdateInProgress.code:
             self.ledger.counts["updates not made"] += 1
             return
-        self.load.committed = max(self.load.committed, report["weight_epoch"])
+        self.load.committed = max(self.load.committed, reply.checked("update")["result"]["weight_epoch"])
         self.ledger.counts["updates"] += 1
 
     # ------------------------------------------------------------------ checks
 
     async def _check_members(self, stand: set[str], gone: set[str] | None = None) -> None:
-        """Ask every engine. All members have the holds ``stand``, none of ``gone`` (None = no others), and the weights
-        of the fleet. The engines answer on connections of their own, whatever the gateway believes."""
-        state, ledger = self.gateway.membership.state, self.ledger
-        members = [name for name in self._members() if self.launcher.harmed.get(name) not in ("killed", "stopped")]
-        epoch = None if state.changing else state.weight_epoch
+        """Ask every engine. All members have the holds ``stand``, none of ``gone`` (None = no others), and the same
+        weights. The engines answer on connections of their own, whatever the gateways believe. The members are those
+        that the gateway that leads names, before and afterwards."""
+        ledger, updates = self.ledger, (self._updating, self._num_updates)
+        before = await self._members()
+        members = [name for name in before if self.launcher.harmed.get(name) not in ("killed", "stopped")]
         reports = await self._witness.ask(members)
-        still = set(self._members())
+        still = await self._members()
+        if not before or before.keys() & still.keys() != before.keys():
+            ledger.counts["checks in a change of members"] += 1
+        weights = set()
         for name in members:
             report = reports.get(name)
-            if name not in still or self.launcher.harmed.get(name) in ("killed", "stopped"):
+            if still.get(name) != before[name] or self.launcher.harmed.get(name) in ("killed", "stopped"):
                 continue
             if report is None:
                 ledger.problem(f"{name}: a member that does not answer")
@@ -271,17 +311,25 @@ class Chaos:
                 ledger.problem(f"{name}: a member that is not paused: {stand - holds} of {stand}, {report['phase']}")
             if wrong := holds - stand if gone is None else holds & gone:
                 ledger.problem(f"{name}: a member with a hold that was released, or never stood: {wrong}")
-            if state.changing or state.weight_epoch != epoch:
-                continue  # an update ran meanwhile
-            expected = (state.weight_epoch, state.fingerprint)
-            if (report["weight_epoch"], report["fingerprint"]) != expected:
-                ledger.problem(f"{name}: a member with weights {report['version']!r}, epoch {report['weight_epoch']}")
-            elif report["fingerprint"] != fingerprint_of(number_of(report["version"], self.load.first_version)):
+            if report["fingerprint"] != fingerprint_of(number_of(report["version"], self.load.first_version)):
                 ledger.problem(f"{name}: its weights are not those of its label {report['version']!r}")
+            weights.add((report["weight_epoch"], report["fingerprint"]))
+        if len(weights) > 1 and updates == (0, self._num_updates):
+            ledger.problem(f"members with different weights: {sorted(weights)}")
         ledger.counts["engines asked"] += len(reports)
-        if self.gateway.membership.boot_id != self._boot_id:
-            self._boot_id = self.gateway.membership.boot_id
-            ledger.problem("the fleet has lost its weights")
+
+    async def _members(self) -> dict[str, tuple[str, ...]]:
+        """Return the members, as the gateway that leads knows them, by name: with that gateway's address. Empty if it
+        does not tell in time."""
+        leaders = [report["leader"] for report in (await self._witness.ask(self.launcher.names[:3])).values()]
+        door = self.doors.at(max(leaders, key=leaders.count, default=""))
+        if door is None or door.harm:
+            return {}
+        try:
+            entries = (await door.client.get("/v1/replicas", timeout=LEADER_S))["replicas"]
+        except (WireError, ServerError, OSError, TimeoutError):
+            return {}
+        return {entry["name"]: (door.address,) for entry in entries if entry["state"] in ("member", "draining")}
 
     async def _check_end(self) -> None:
         """All replicas are members again, and nothing of any request is left on them."""
@@ -294,10 +342,28 @@ class Chaos:
 
     # ------------------------------------------------------------------ harm
 
+    @property
+    def _doors_harmed(self) -> bool:
+        return len(self.doors.unharmed) < self.options.gateways
+
+    def _harm_at(self, now: str, moment: str, door_moment: str) -> None:
+        """Harm engines or a gateway, if this is the moment for it."""
+        if now == moment:
+            self._do_harm(SPREAD_S if now == "during" else 0.0)
+        if now == door_moment and len(self.doors.unharmed) > 1:
+            door, harm = self._draw.choice(self.doors.unharmed), self._draw.choice(DOOR_HARMS)
+            self.ledger.counts[f"gateway: {harm}"] += 1
+            self._spawn(self._harm_door(door, harm, self._draw.uniform(0.0, SPREAD_S if now == "during" else 0.0)))
+
+    async def _harm_door(self, door: Door, harm: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if not door.harm:
+            await self.doors.hurt(door, harm, self._draw.uniform(0.0, 0.3 if harm in ("kill", "end") else 1.0))
+
     def _do_harm(self, spread_s: float) -> None:
-        """Harm some members, each at a time of its own within ``spread_s``."""
-        members = [name for name in self._members() if name not in self.launcher.harmed]
-        for name in self._draw.sample(members, min(self.options.num_harmed, len(members))):
+        """Harm some engines, each at a time of its own within ``spread_s``."""
+        healthy = [name for name in self.launcher.names if name not in self.launcher.harmed]
+        for name in self._draw.sample(healthy, min(self.options.num_harmed, len(healthy))):
             harm = self._draw.choice(HARMS)
             self.ledger.counts[harm] += 1
             self._spawn(self._harm_one(name, harm, self._draw.uniform(0.0, spread_s)))
@@ -322,47 +388,11 @@ class Chaos:
         self._harm.add(task)
         task.add_done_callback(self._harm.discard)
 
-    # ------------------------------------------------------------------ the gateway
-
-    async def _new_gateway(self) -> None:
-        self.load.ready.clear()
-        self.gateway = FleetClient(
-            self._config, self.launcher, lambda at: ZmqConnector(at.endpoint, context=self._context)
-        )
-        self.gateway.start()
-        await self._until_members(self.options.num_needed)
-        self.load.ready.set()
-
-    async def _replace_gateway(self) -> None:
-        self.ledger.counts["gateways replaced"] += 1
-        closing = asyncio.create_task(self.gateway.close())
-        await self._new_gateway()
-        await closing
-
-    async def _replace_during_a_pause(self, hold: str) -> None:
-        """Replace the gateway while a pause call runs. Afterwards all members are paused, or none is."""
-        pausing = asyncio.create_task(self.gateway.call(m.PauseArgs("keep", hold_id=hold)))
-        await asyncio.sleep(self._draw.uniform(0.0, self.options.step_s))
-        await self._replace_gateway()
-        try:
-            await pausing
-            stands = True
-        except FastDeployError:
-            stands = any(hold == name for _, name in self.gateway.membership.state.holds)
-        await self._check_members({hold} if stands else set())
-        if stands:
-            await self._resume(hold)
-
     async def _until_members(self, least: int) -> None:
         end = time.monotonic() + BACK_S
-        while len(self._members()) < least:
+        while len(await self._members()) < least:
             if time.monotonic() > end:
-                states = {replica.name: (replica.state.value, replica.why) for replica in self._replicas()}
+                replicas = (await self.doors.client.get("/v1/replicas"))["replicas"]
+                states = {replica["name"]: (replica["state"], replica["why"]) for replica in replicas}
                 raise RuntimeError(f"{least} replicas did not become members within {BACK_S:g} s: {states}")
-            await asyncio.sleep(0.005)
-
-    def _replicas(self) -> list[Replica]:
-        return list(self.gateway.membership.replicas.values())
-
-    def _members(self) -> list[str]:
-        return [replica.name for replica in self._replicas() if replica.in_quorum]
+            await asyncio.sleep(0.02)
