@@ -126,6 +126,7 @@ class Transaction:
         self.rule = rule
         self.phase = Phase.PREPARING
         self.votes = dict.fromkeys(names, Vote.ASKED)
+        self._num_waited_for = len(self.votes)  # kept, so that a call takes time in proportion to its participants
         assert self.votes, "a transaction needs a participant"
 
     @property
@@ -141,7 +142,7 @@ class Transaction:
         vote = ANSWERS.get((self.votes[name], command, accepted))
         if vote is None:
             return []
-        self.votes[name] = vote
+        self._vote(name, vote)
         refused = [Fence(name, "the rollback was refused")] if vote is Vote.LOST else []
         return [*refused, *self._go_on()]
 
@@ -149,13 +150,14 @@ class Transaction:
         """The connection to ``name`` has ended, or no message can be sent there."""
         if self.ended or self.votes[name] in REFUSED or self.votes[name] is Vote.LOST:
             return []
-        self.votes[name] = Vote.LOST
+        self._vote(name, Vote.LOST)
         return [Fence(name, why), *self._go_on()]
 
     def deadline(self, command: Command) -> list[Action]:
         """The deadline of ``command`` has passed: whoever has not answered is lost."""
         late = [name for name, vote in self.votes.items() if WAITING.get(vote) is command]
-        self.votes |= dict.fromkeys(late, Vote.LOST)
+        for name in late:
+            self._vote(name, Vote.LOST)
         fences = [Fence(name, f"no answer within the deadline ({command.value})") for name in late]
         return [*fences, *self._go_on()] if late else []
 
@@ -168,18 +170,23 @@ class Transaction:
             return Tally.ALL
         return Tally.SOME if accepted else Tally.NONE
 
+    def _vote(self, name: str, vote: Vote) -> None:
+        self._num_waited_for += (vote in WAITING) - (self.votes[name] in WAITING)
+        self.votes[name] = vote
+
     def _go_on(self) -> Iterator[Action]:
         """Enter the next phase if nobody is waited for."""
-        if self.ended or any(vote in WAITING for vote in self.votes.values()):
+        if self.ended or self._num_waited_for:
             return
         tally = self.tally()
         self.phase = OUTCOMES[self.phase, self.rule][tally]
         if self.phase is Phase.DONE and tally is Tally.SOME:
             for name in [name for name, vote in self.votes.items() if vote in REFUSED]:
-                self.votes[name] = Vote.LOST
+                self._vote(name, Vote.LOST)
                 yield Fence(name, "it refused what another replica has done")
         if self.phase in ENTRY:
             command, vote = ENTRY[self.phase]
             names = [name for name, before in self.votes.items() if before is not Vote.LOST]
-            self.votes |= dict.fromkeys(names, vote)
+            for name in names:
+                self._vote(name, vote)
             yield from [Send(name, command) for name in names]
