@@ -63,6 +63,8 @@ class Membership:
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()  # errors of tasks
         self._joins: dict[Replica, asyncio.Task[None]] = {}
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
+        self._quorum: dict[str, Replica] = {}  # those in the states of a member, and those that are open, in the order
+        self._open: dict[str, Replica] = {}  # of their joins
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
         self._address = peers.endpoint if peers is not None else ""
@@ -86,7 +88,7 @@ class Membership:
     @property
     def quorum(self) -> list[Replica]:
         """The replicas that take part in control calls."""
-        return [replica for replica in self.replicas.values() if replica.in_quorum]
+        return list(self._quorum.values())
 
     @property
     def view(self) -> FleetView:
@@ -96,7 +98,7 @@ class Membership:
     @property
     def open(self) -> list[Replica]:
         """The replicas that take new requests."""
-        return [replica for replica in self.replicas.values() if replica.state is ReplicaState.MEMBER]
+        return list(self._open.values())
 
     @property
     def connected(self) -> list[Replica]:
@@ -113,7 +115,7 @@ class Membership:
         A request may go on at any member, and a call is made on all of them, so all must know it."""
         lacks = {
             replica.name: missing
-            for replica in self.quorum
+            for replica in self._quorum.values()
             if replica.cannot and (missing := lacking(message, replica.knows))
         }
         if lacks:
@@ -296,6 +298,8 @@ class Membership:
     # ------------------------------------------------------------------ joins
 
     def _replica_changed(self, replica: Replica) -> None:
+        _keep(self._quorum, replica, replica.in_quorum)
+        _keep(self._open, replica, replica.state is ReplicaState.MEMBER)
         if replica.state is ReplicaState.JOINING:
             self._begin_join(replica)
             self.following.place(replica)
@@ -303,7 +307,7 @@ class Membership:
             join.cancel()
         if not replica.in_quorum:
             self.state.forget_replica(replica.name)
-        if not self.quorum:
+        if not self._quorum:
             self._joiner.profile = None  # all replicas may come back with another model
         self.leadership.replicas_changed()
         self.views.changed()
@@ -419,6 +423,14 @@ class Membership:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broken.put_nowait(error)
+
+
+def _keep(replicas: dict[str, Replica], replica: Replica, is_one: bool) -> None:
+    """Add a replica, or take it out."""
+    if not is_one:
+        replicas.pop(replica.name, None)
+    else:
+        replicas.setdefault(replica.name, replica)
 
 
 def _retry_s(failures: int) -> float:
