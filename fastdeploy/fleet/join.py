@@ -195,11 +195,14 @@ class Joiner:
             raise ReplicaMisfit(f"{why} ({state.fingerprint})", param="fingerprint")
         if report["weight_epoch"] == state.weight_epoch and report["fingerprint"] is not None:
             raise RestartNeeded(f"replica {replica.name}: it has other weights of epoch {report['weight_epoch']}")
-        peers = [other for other in self._replicas.values() if other is not replica and self.has_weights(other)]
+
+        def peers() -> list[Replica]:
+            return [other for other in self._replicas.values() if other is not replica and self.has_weights(other)]
+
         try:
             await self._transfer.give_weights(replica, state, peers)
         except WrongOrder as error:  # nobody can give the weights
-            if not peers and self._is_lost() and report["fingerprint"] is not None:
+            if not peers() and self._is_lost() and report["fingerprint"] is not None:
                 self._restart_fleet(report)
             raise JoinBlocked(f"replica {replica.name}: {error.message}") from error
 

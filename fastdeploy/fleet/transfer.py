@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -21,7 +21,7 @@ from fastdeploy.fleet.state import FleetAdapter, FleetState
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
-Ways = list[tuple[str, Callable[[], Awaitable[object]]]]  # to get something, with names for people
+Way = tuple[str, Callable[[], Awaitable[object]]]  # to get something, with a name for people
 
 
 class Transfer:
@@ -34,17 +34,21 @@ class Transfer:
 
     # ------------------------------------------------------------------ weights
 
-    async def give_weights(self, replica: Replica, state: FleetState, peers: Sequence[Replica]) -> None:
+    async def give_weights(self, replica: Replica, state: FleetState, peers: Callable[[], Sequence[Replica]]) -> None:
         """Give ``replica`` the weights of the fleet, and all else that a commit of the fleet has set. Their last source
-        comes first. peers: replicas that serve them. Raises WrongOrder, which names the tries, if nobody can give them,
-        and EngineError if the replica is lost."""
-        ways: Ways = []
+        comes first. peers: returns the replicas that serve them. Raises WrongOrder, which names the tries, if nobody
+        can give them, and EngineError if the replica is lost."""
+        what = f"the weights {state.version!r} of epoch {state.weight_epoch}"
+        await _try_each(replica, what, self._ways_of_weights(replica, state, peers))
+
+    def _ways_of_weights(
+        self, replica: Replica, state: FleetState, peers: Callable[[], Sequence[Replica]]
+    ) -> Iterator[Way]:
         if state.source is not None:
-            ways.append((f"from {state.source}", partial(self._update, replica, state, self._part, state.source)))
+            yield f"from {state.source}", partial(self._update, replica, state, self._part, state.source)
         here = replica.placement.host
-        for peer in sorted(peers, key=lambda peer: (peer.placement.host != here, peer.in_flight)):
-            ways.append((f"from replica {peer.name}", partial(self._update, replica, state, self._copy, peer)))
-        await _try_each(replica, f"the weights {state.version!r} of epoch {state.weight_epoch}", ways)
+        for peer in sorted(peers(), key=lambda peer: (peer.placement.host != here, peer.in_flight)):
+            yield f"from replica {peer.name}", partial(self._update, replica, state, self._copy, peer)
 
     async def _update(
         self, replica: Replica, state: FleetState, part: Callable[..., Awaitable[object]], origin: Source | Replica
@@ -87,8 +91,8 @@ class Transfer:
         args = replace(adapter.args, prepare=True, replace=True, lookup=False, fingerprint=adapter.fingerprint)
         paths = await asyncio.gather(*(self._copy_of(other, args) for other in others))
         here = replica.placement.host
-        folders: Ways = []
-        downloads: Ways = []
+        folders: list[Way] = []
+        downloads: list[Way] = []
         for other, path in zip(others, paths, strict=True):
             if path is None:
                 continue
@@ -130,7 +134,7 @@ async def _load(
     await replica.client.call(m.EndLoadArgs(args.lora_name, True, adapter.epoch, adapter.fingerprint))
 
 
-async def _try_each(replica: Replica, what: str, ways: Ways) -> None:
+async def _try_each(replica: Replica, what: str, ways: Iterable[Way]) -> None:
     """Try the ways in their order until one of them works."""
     failures = []
     for name, way in ways:
