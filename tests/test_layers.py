@@ -70,6 +70,7 @@ INSIDE = (
     "benchmarks.check_sync",  # the statistics, with another engine
     "benchmarks.fleet",  # policies of routing
     "benchmarks.fleet_pauses",
+    "benchmarks.fleet_scale",
     "benchmarks.host_time",
     "benchmarks.lib.checkpoint",  # deltas, as bytes
     "benchmarks.lib.fleet",  # a fleet of engines without a model

@@ -54,8 +54,7 @@ class Host:
             HOST.reset(before)
 
 
-OBSERVER = Host("observer")  # its work takes no time
-HOST: ContextVar[Host] = ContextVar("host", default=OBSERVER)
+HOST: ContextVar[Host | None] = ContextVar("host", default=None)  # None: the observer of the event loop
 
 
 class _NoFiles(selectors.SelectSelector):
@@ -74,8 +73,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
         self._charged_s = 0.0
         self._events: list[tuple[float, int, Host, asyncio.TimerHandle | None]] = []  # None: the host's next callback
         self._order = count()
-        OBSERVER.ready.clear()
-        OBSERVER.waits = False
+        self.observer = Host("observer")  # its work takes no time
         super().__init__(_NoFiles())
 
     def time(self) -> float:
@@ -87,7 +85,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
         self._charged_s += seconds
 
     def _spent_s(self) -> float:
-        if self._running is None or self._running is OBSERVER:
+        if self._running is None or self._running is self.observer:
             return 0.0
         return time.thread_time() - self._cpu_began + self._charged_s
 
@@ -96,7 +94,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         context = copy_context() if context is None else context
         handle = asyncio.Handle(callback, args, self, context)
-        self._give(context.get(HOST, OBSERVER), handle, self.time())
+        self._give(context.get(HOST) or self.observer, handle, self.time())
         return handle
 
     call_soon_threadsafe = call_soon
@@ -106,7 +104,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         context = copy_context() if context is None else context
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        event = max(when, self.time()), next(self._order), context.get(HOST, OBSERVER), timer
+        event = max(when, self.time()), next(self._order), context.get(HOST) or self.observer, timer
         heapq.heappush(self._events, event)
         return timer
 
@@ -137,7 +135,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
             spent_s = self._spent_s()
             self._running = None
             host.cpu_s += spent_s
-            if host is not OBSERVER:
+            if host is not self.observer:
                 host.free_at = at + spent_s
         host.waits = bool(host.ready)
         if host.waits:
@@ -162,8 +160,9 @@ class Network:
     def send(self, receiver: Host, nbytes: int, arrived: Callable[[], None]) -> None:
         """Send a message of the running host; it is charged for that. ``arrived`` is called on the receiver. Messages
         of one host to another one keep their order."""
-        loop, sender = asyncio.get_running_loop(), HOST.get()
+        loop = asyncio.get_running_loop()
         assert isinstance(loop, HostsLoop)
+        sender = HOST.get() or loop.observer
         loop.charge(self.socket_s)
         sender.messages += 1
         sender.sent_bytes += nbytes
@@ -232,7 +231,9 @@ class HostConnection:
     """The client's end, on the running host (see transport.Connection). transport: None = nobody listens."""
 
     def __init__(self, network: Network, transport: HostTransport | None, number: int):
-        self.host = HOST.get()
+        host = HOST.get()
+        assert host is not None, "the observer has no connections"
+        self.host = host
         self.identity = f"{self.host.name}-{number}"
         self._network, self._transport = network, transport
         self._encoder = msgspec.msgpack.Encoder()
