@@ -74,6 +74,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
         self._events: list[tuple[float, int, Host, asyncio.TimerHandle | None]] = []  # None: the host's next callback
         self._order = count()
         self.observer = Host("observer")  # its work takes no time
+        self.ends = False  # then tasks of dead hosts can be cancelled
         super().__init__(_NoFiles())
 
     def time(self) -> float:
@@ -112,7 +113,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
         """See BaseEventLoop. A timer that was cancelled is skipped at its time."""
 
     def _give(self, host: Host, handle: asyncio.Handle, now: float) -> None:
-        if host.is_dead:
+        if host.is_dead and not self.ends:
             return
         host.ready.append(handle)
         if not host.waits:
@@ -144,8 +145,17 @@ class HostsLoop(asyncio.SelectorEventLoop):
 
 def run_on_hosts(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` on the observer's host, in virtual time."""
+
+    async def run() -> T:
+        try:
+            return await main
+        finally:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, HostsLoop)
+            loop.ends = True
+
     with asyncio.Runner(loop_factory=HostsLoop) as runner:
-        return runner.run(main)
+        return runner.run(run())
 
 
 @dataclass(frozen=True)
