@@ -84,6 +84,7 @@ def test_a_tree_makes_the_calls_on_all_engines():
     run_on_hosts(run())
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_row_for_each_event(capsys: pytest.CaptureFixture[str]):
     assert fleet_scale.main(["--engines", "3", "--gateways", "2", "--rounds", "1"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
