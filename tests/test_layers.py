@@ -68,6 +68,7 @@ PROGRAMS = ("benchmarks", "acceptance", "examples")  # beside the package; nothi
 # Of the programs that measure and check, the files that look inside the product. All others use what users import.
 INSIDE = (
     "benchmarks.check_sync",  # the statistics, with another engine
+    "benchmarks.connections",  # sockets of a port
     "benchmarks.fleet",  # policies of routing
     "benchmarks.fleet_pauses",
     "benchmarks.fleet_scale",
