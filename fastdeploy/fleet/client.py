@@ -110,8 +110,8 @@ class FleetClient:
         if self.membership.quorum or (self._has_led and not leads):
             self._begun.set()
         self._has_led = self._has_led or leads
-        joining = any(replica.state is ReplicaState.JOINING for replica in self.membership.replicas.values())
-        if self.membership.following.leader or (leads and (self.membership.quorum or not joining)):
+        may_join = self._may_join(ReplicaState.JOINING, ReplicaState.FENCED)
+        if self.membership.following.leader or (leads and (self.membership.quorum or not may_join)):
             self._led.set()  # a gateway that has just begun to lead has its members back in a moment
         else:
             self._led.clear()
@@ -129,6 +129,10 @@ class FleetClient:
             self._without_members_since = asyncio.get_running_loop().time()
             self.connected.clear()
         self._dispatcher.send_waiting()
+
+    def _may_join(self, *states: ReplicaState) -> bool:
+        """Return whether a replica in one of these states may become a member."""
+        return any(r.state in states and not r.blocked for r in self.membership.replicas.values())
 
     @property
     def loading(self) -> None:
@@ -284,7 +288,12 @@ class FleetClient:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
-        if not args.reads and (self.peers is not None or not isinstance(args, m.ReplicaArgs)):
+        if self.peers is None:
+            waits = not args.reads and not isinstance(args, m.ReplicaArgs)
+        else:
+            leads, members = self.membership.leadership.leads, self.membership.quorum
+            waits = not args.reads or (leads and not members and self._may_join(ReplicaState.JOINING))
+        if waits:
             await self._until_led()
         if isinstance(args, m.LoadAdapterArgs):
             with self._lookups.loading(args.lora_name):
@@ -383,7 +392,8 @@ class FleetClient:
     async def _until(self, event: asyncio.Event, in_order: asyncio.Lock) -> None:
         try:
             async with asyncio.timeout(self._config.rebuild_s + self._config.lease_s), in_order:
-                await event.wait()
+                while not event.is_set():  # it may be cleared again before this goes on
+                    await event.wait()
         except TimeoutError:
             raise errors.EngineDead(f"no replica is ready: {self.missing_because}") from None
         if self.closing.is_set() and not self.connected.is_set():

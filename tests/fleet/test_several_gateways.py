@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from e2e.server import until
-from fleet.gateways import Gateways, gateway_processes, gateways
+from fastdeploy.inter_communicator import messages as m
+from fleet.gateways import QUICK, Gateways, gateway_processes, gateways
 from support.fake_runner import expected_tokens
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
@@ -49,6 +53,40 @@ def test_a_control_call_at_a_gateway_that_follows_is_made_by_the_one_that_leads(
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (404, "hold_not_found"), refusal.text
     assert fleet.leader.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200
     assert fleet.holds() == [[], []]
+
+
+def test_a_call_waits_while_the_replicas_come_back(fleet):
+    pause = lambda door: door.http.post("/v1/pause", json={"mode": "keep", "hold_id": door.url})  # noqa: E731
+    with ThreadPoolExecutor() as threads:
+        for engine in fleet.engines:
+            engine.kill()
+        for door in fleet.doors:
+            until(lambda door=door: not door.client.membership.quorum, 20, "the replicas are lost")
+        pauses = [threads.submit(pause, door) for door in fleet.doors]
+        wait(pauses, 0.5)  # one that does not wait is answered by then
+        for engine in fleet.engines:
+            engine.start()
+        assert [answer.result().text for answer in pauses if answer.result().status_code != 200] == []
+        for door in fleet.doors:
+            assert door.http.post("/v1/resume", json={"hold_id": door.url}).status_code == 200
+
+
+def test_a_call_waits_on_if_the_members_are_gone_again_when_it_may_begin(fleet):
+    client = fleet.leader.client
+
+    async def waits() -> bool:
+        client._led.clear()
+        call = asyncio.create_task(client.call(m.ResetCacheArgs()))
+        await asyncio.sleep(0.05)
+        client._led.set()  # as at the begin of a leadership, while one member after the other is to join again
+        client._led.clear()
+        await asyncio.sleep(0.05)
+        waits = not call.done()
+        client._led.set()
+        await call
+        return waits
+
+    assert fleet.leader.run(waits())
 
 
 @pytest.mark.slow
@@ -99,3 +137,19 @@ def test_when_the_gateway_that_leads_hangs_another_one_leads_and_it_follows_afte
         fleet.wait(lambda: first.members() == 2, "the other one follows")
         until(lambda: first.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200, 20, "forwarded")
         assert fleet.holds() == [[], []]
+
+
+@pytest.mark.slow
+def test_calls_and_requests_that_come_while_nobody_leads_are_answered_by_the_next_leader():
+    with gateways(2, config=replace(QUICK, lease_s=3.0, stall_s=1.0)) as fleet:
+        stopped, lives = fleet.leader, fleet.follower
+        with stopped.stopped_gateway(), ThreadPoolExecutor() as threads:
+            pause = lambda hold: lives.http.post("/v1/pause", json={"mode": "keep", "hold_id": hold})  # noqa: E731
+            assert "lost during the call" in pause("lost").json()["error"]["message"]  # it may have been made
+            pauses = [threads.submit(pause, hold) for hold in "abcd"]
+            request = threads.submit(lives.http.post, "/v1/completions", json=BODY)
+            assert [answer.result().text for answer in pauses if answer.result().status_code != 200] == []
+            for hold in "abcd":
+                assert lives.http.post("/v1/resume", json={"hold_id": hold}).status_code == 200
+            lives.http.post("/v1/resume", json={"hold_id": "lost"})
+            assert request.result().json()["choices"][0]["token_ids"] == expected_tokens([3, 4], 5)
