@@ -294,7 +294,7 @@ def test_a_stop_ends_everything_and_leaves_nothing(how):
     with FleetServer(2, *SMALL) as fleet:
         streams = start_streams(fleet, 2, tokens=3900)
         pids = fleet.pids("fastdeploy.entrypoints")
-        assert len(pids) == 1 + 2 * 3, "a gateway, and an engine and an API server for each replica"
+        assert len(pids) == 2 + 2 * 3, "the parent, a gateway, and an engine and an API server for each replica"
         assert fleet.stop(how, timeout_s=20) == 0, fleet.log()
         for one in streams:
             one.wait_end(30)
