@@ -174,6 +174,31 @@ def test_streams_through_other_gateways_do_not_notice_the_death_of_one(fleet, ro
     assert requests.num > 0 and len(requests.failures) <= 1 and not is_alive(dies)
 
 
+def in_flight(url: str) -> int:
+    """Return how many choices run at a replica, as its own API server says."""
+    return httpx.get(f"{url}/v1/replicas").json()["replicas"][0]["in_flight"]
+
+
+@pytest.mark.slow
+def test_a_stream_whose_gateway_and_engine_die_has_the_same_tokens_at_another_gateway_without_a_seed(fleet):
+    doors = doors_of(fleet)
+    dies, lives = doors
+    params = {"max_tokens": LONG, "temperature": 1, "request_id": "taken-up", "retain_s": 60}
+    stream = LiveStream(doors[dies], PROMPT, **params).wait_for_tokens(20)
+    [runs] = [name for name, entry in fleet.replicas().items() if in_flight(entry["url"])]
+    os.kill(dies, signal.SIGKILL)
+    engine = fleet.engine_of(runs)
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
+    stream.wait_end()
+    before = stream.tokens
+    assert stream.error is not None and len(before) < LONG, "it ran when both died"
+    until(lambda: not is_alive(engine), 20, "the engine has died")
+    again = LiveStream(doors[lives], PROMPT, **params).wait_end(90)
+    assert (again.error, again.finals, len(again.tokens)) == (None, ["length"], LONG)
+    assert again.tokens[: len(before)] == before and len(set(before)) > 1
+
+
 @pytest.mark.slow
 def test_a_gateway_that_is_stopped_gets_no_new_connections_and_is_replaced():
     with FleetServer(2, *FLAGS, "--stall-s", "3") as fleet:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from e2e.server import until
 from fastdeploy.inter_communicator import messages as m
-from fleet.gateways import QUICK, Gateways, gateway_processes, gateways
+from fleet.gateways import QUICK, GatewayProcess, Gateways, gateway_processes, gateways
 from support.fake_runner import expected_tokens
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
@@ -99,12 +100,9 @@ def test_when_the_process_that_leads_dies_a_living_one_leads_and_nothing_is_lost
         begun = threading.Event()
 
         def stream() -> None:
-            body = {**BODY, "max_tokens": 60, "stream": True}
-            with second.http.stream("POST", "/v1/completions", json=body) as reply:
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        tokens.extend(json.loads(line[6:])["choices"][0]["token_ids"] or ())
-                        begun.set()
+            for more in streamed(second, {**BODY, "max_tokens": 60, "stream": True}):
+                tokens.extend(more)
+                begun.set()
 
         reader = threading.Thread(target=stream)
         reader.start()
@@ -125,6 +123,21 @@ def test_when_the_process_that_leads_dies_a_living_one_leads_and_nothing_is_lost
 
 
 @pytest.mark.slow
+def test_a_stream_of_a_gateway_that_dies_is_taken_up_at_another_one_from_its_first_token():
+    body = {**BODY, "max_tokens": 60, "stream": True, "request_id": "kept", "retain_s": 60}
+    with gateway_processes(2, 2, runner={"step_s": 0.05}) as fleet:
+        dies, (lives,) = fleet.leader, fleet.followers
+        seen = []
+        with pytest.raises(httpx.TransportError):
+            for tokens in streamed(dies, body):
+                seen.extend(tokens)
+                if len(seen) > 3:
+                    dies.kill()
+        assert 3 < len(seen) < 60
+        assert [token for tokens in streamed(lives, body) for token in tokens] == expected_tokens([3, 4], 60)
+
+
+@pytest.mark.slow
 def test_when_the_gateway_that_leads_hangs_another_one_leads_and_it_follows_afterwards():
     with gateway_processes(2, 2) as fleet:
         first, (second,) = fleet.leader, fleet.followers
@@ -137,6 +150,14 @@ def test_when_the_gateway_that_leads_hangs_another_one_leads_and_it_follows_afte
         fleet.wait(lambda: first.members() == 2, "the other one follows")
         until(lambda: first.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200, 20, "forwarded")
         assert fleet.holds() == [[], []]
+
+
+def streamed(door: GatewayProcess, body: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the tokens of each event of a stream."""
+    with door.http.stream("POST", "/v1/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])["choices"][0]["token_ids"] or []
 
 
 @pytest.mark.slow
