@@ -16,7 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-VERSION = "0.16.0"  # of this package; setup.py reads it here
+VERSION = "0.17.0"  # of this package; setup.py reads it here
 COLLECT_AFTER = 50_000  # new objects that can be part of a reference cycle
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Two processes see each other's ids, shared memory and files only if all of these are the same.
