@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL, format="%(asctime)s %(message)s")
     before = load_average()
-    logging.getLogger("benchmarks").setLevel(logging.ERROR)
+    for what in ("benchmarks", "acceptance"):
+        logging.getLogger(what).setLevel(logging.ERROR)  # a problem is shown when it is found
     options = Options(args.replicas, args.gateways, args.pauses, args.seed, fence_s=args.fence_ms / 1000)
     chaos = Chaos(options, say)
     uvloop.run(chaos.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,18 +78,11 @@ class Load:
         self._client, self._ledger = client, ledger
         self._draw = random.Random(seed)
         self._scale = scale
-        self._streams: dict[Stream, str] = {}  # with the names of their answers
-        self._reached: dict[str, int] = {}  # by answer: the most tokens that it has had
+        self._streams: set[Stream] = set()
 
-    def tokens_so_far(self) -> int:
-        """Return the number of tokens that have reached the clients, also those that nobody has read yet. A token that
-        comes again, from another gateway, counts once."""
-        for stream, name in self._streams.items():
-            self._reach(stream, name)
-        return sum(self._reached.values())
-
-    def _reach(self, stream: Stream, name: str) -> None:
-        self._reached[name] = max(self._reached.get(name, 0), stream.log.num_tokens)
+    def open_streams(self) -> list[Stream]:
+        """Return the streams that are open now."""
+        return list(self._streams)
 
     async def _session(self, client: int) -> None:
         name, history = f"session-{client}-{self._draw.randrange(1 << 30)}", list[int]()
@@ -137,13 +131,12 @@ class Load:
             stream = await self._client.stream("/v1/completions", body)
         except OSError as error:
             return StreamLog("", 0.0, error=str(error))
-        self._streams[stream] = answer.name
+        self._streams.add(stream)
         try:
             log = await stream.wait_closed()
         finally:
             stream.cancel()
-            del self._streams[stream]
-            self._reach(stream, answer.name)
+            self._streams.discard(stream)
         self._ledger.counts["tokens"] += log.num_tokens
         ends = len(log.finals)
         for event in log.tokens:
@@ -153,6 +146,11 @@ class Load:
         if ends > 1 or (ends and log.tokens and log.tokens[-1].at > log.finals[0][0]):
             self._ledger.problem(f"{answer.name}: an output after the last one")
         return log
+
+
+def tokens_of(streams: Sequence[Stream]) -> int:
+    """Return how many tokens have reached the clients, also those that nobody has read yet."""
+    return sum(stream.log.num_tokens for stream in streams)
 
 
 def span_of(fields: dict[str, Any]) -> Span:

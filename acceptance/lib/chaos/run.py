@@ -12,11 +12,11 @@ from typing import Any
 import zmq.asyncio
 
 from acceptance.lib.chaos.doors import Door, Doors, as_it_is, code_of
-from acceptance.lib.chaos.load import Load, number_of
+from acceptance.lib.chaos.load import Load, number_of, tokens_of
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
-from fastdeploy.bench.client import ServerError, WireError
+from fastdeploy.bench.client import ServerError, Stream, WireError
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineError, HoldNotFound, PauseTimeout, UpdateInProgress
 from fastdeploy.fleet.config import FleetConfig
@@ -196,10 +196,12 @@ class Chaos:
         stand = [hold for hold in await asyncio.gather(*(self._pause(hold, mode) for hold in holds)) if hold]
         if stand:
             began, quiet = time.monotonic(), not self._doors_harmed
-            before = await self._last_token(mode, quiet)
+            # A stream that begins later may be one that another gateway takes up: its tokens are from before the pause.
+            streams = self.load.open_streams()
+            before = await self._last_token(mode, quiet, streams)
             await self._check_members(set(stand))
             await self._while_paused(moment, door_moment, stand)
-            came = self.load.tokens_so_far() - before
+            came = tokens_of(streams) - before
             if came and quiet and not self._doors_harmed and self.doors.harmed_at < began:
                 self.ledger.problem(f"{came} tokens came during a pause ({mode})")
             self.ledger.counts["pauses without a token"] += quiet
@@ -209,11 +211,11 @@ class Chaos:
         await self._check_members(set())
         await asyncio.sleep(draw.uniform(0.0, options.pace_s))
 
-    async def _last_token(self, mode: str, quiet: bool) -> int:
+    async def _last_token(self, mode: str, quiet: bool, streams: Sequence[Stream]) -> int:
         """Wait until the clients have got what the gateways had before the end of the pause. Return the number of
         tokens. quiet: no gateway was harmed, so that must come soon."""
         end, number = time.monotonic() + LAST_TOKEN_S, -1
-        while (now := self.load.tokens_so_far()) != number:
+        while (now := tokens_of(streams)) != number:
             if quiet and time.monotonic() > end and not self._doors_harmed:
                 self.ledger.problem(f"tokens go on coming in a pause ({mode})")
                 break
