@@ -62,11 +62,12 @@ class SplitNetwork:
 
     def send(self, receiver: Host, nbytes: int, arrived: Callable[[], None]) -> None:
         sender, loop = HOST.get(), asyncio.get_running_loop()
-        pair = frozenset((sender.name, receiver.name))
+        name = "" if sender is None else sender.name  # "": what a script does to a host
+        pair = frozenset((name, receiver.name))
         if (held := self._held.get(pair)) is not None:
             held.append((receiver, arrived))
             return
-        way = sender.name, receiver.name
+        way = name, receiver.name
         at = max(self._last.get(way, 0.0), loop.time() + self._delays.get(pair, self._delay_s))
         self._last[way] = at = at + 1e-9  # keeps the order
         with receiver.here():
