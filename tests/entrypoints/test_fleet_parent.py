@@ -17,7 +17,8 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints import fleet as fleet_module
 from fastdeploy.entrypoints import process_tree
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.fleet import GATEWAY_STALLS, Fleet
+from fastdeploy.entrypoints.fleet import Fleet
+from fastdeploy.entrypoints.gateway_config import GATEWAY_STALLS
 from fastdeploy.entrypoints.process_tree import FAILED, LATE_TIMER_S, MAX_FAILED_STARTS
 from fastdeploy.fleet.config import FleetConfig
 
