@@ -22,7 +22,15 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.child import REFUSED, Child
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import (
+    GATEWAY_MAIN,
+    GATEWAY_STALLS,
+    GatewayConfig,
+    LauncherSpec,
+    LocalSpec,
+    RaySpec,
+    StaticSpec,
+)
 from fastdeploy.entrypoints.gateway_links import GatewayLinks
 from fastdeploy.entrypoints.ports import Port, with_ports
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, BackOff, ProcessTree
@@ -36,10 +44,8 @@ from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
-GATEWAY_MODULE = "fastdeploy.entrypoints.gateway"
 LOOPBACK = "127.0.0.1"
 MAX_GATEWAY_DELAY_S = 2.0  # before a gateway that died is replaced
-GATEWAY_STALLS = 3  # a replica's clients notice nothing if it is killed, but those of a gateway lose their connections
 QUIET_S = 3.0  # a gateway that is silent for so long gets no new connections until it speaks again
 
 
@@ -176,7 +182,7 @@ class Fleet(ProcessTree):
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
         death_signal = None if ends else signal.SIGKILL if isinstance(spec, RaySpec) else signal.SIGTERM
         environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key) | self._answer_counts()
-        child = Child(name, GATEWAY_MODULE, args, keep_fds, death_signal, environment=environment)
+        child = Child(name, GATEWAY_MAIN, args, keep_fds, death_signal, environment=environment)
         if ends:
             ends[1].close()
             self._links.open(name, ends[0], self._placements())

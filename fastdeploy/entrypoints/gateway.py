@@ -7,8 +7,6 @@ that its replicas do not have, so another one can take its place at any time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import os
 import signal
 import socket
@@ -18,7 +16,14 @@ import msgspec
 
 from fastdeploy.entrypoints.api_server import ServerProcess, run_server
 from fastdeploy.entrypoints.child import EventPipe
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import (
+    GatewayConfig,
+    LauncherSpec,
+    LocalSpec,
+    RaySpec,
+    StaticSpec,
+    replica_keys,
+)
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.supervisor import BEAT_S, BEATS_PER_STALL
 from fastdeploy.fleet.client import FleetClient
@@ -41,16 +46,6 @@ def make_launcher(spec: LauncherSpec, keys: Keys, fleet_key: str | None, events:
         case RaySpec():
             secrets = with_fleet_key(keys.environment({}), fleet_key)
             return RayLauncher(spec.ray, spec.replica, secrets, events.refuse)
-
-
-def replica_keys(spec: LauncherSpec, keys: Keys, fleet_key: str | None) -> Keys:
-    """Return the keys of the replicas' own API servers. Those that Ray starts are on the network, where control routes
-    need a key; if there is none, it is made from the secret of the fleet, which all gateways have."""
-    if keys.control or fleet_key is None or not isinstance(spec, RaySpec):
-        return keys
-    return Keys(
-        keys.data, (hmac.digest(fleet_key.encode(), b"control routes of replicas", hashlib.sha256).hex().encode(),)
-    )
 
 
 def _parent_died(folder: str) -> None:

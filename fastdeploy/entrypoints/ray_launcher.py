@@ -1,90 +1,21 @@
-"""A fleet on Ray. Ray chooses the hosts, and starts again what died; this module says what to run.
-
-The replicas are detached actors with names, in a namespace for each fleet. So they outlive the gateway, and the next
-gateway of the same fleet finds them.
-"""
+"""The replicas of a fleet on Ray, as a launcher of a gateway sees them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
-import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import msgspec
-
-from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.entrypoints.ray_replica import FastDeployReplica, ReplicaSpec, ReplicaStatus
-from fastdeploy.fleet.launcher import Placement, WithoutRoll
+from fastdeploy.core.errors import FastDeployError
+from fastdeploy.entrypoints.ray_actors import KILL_S, ActorKind, RayActors, RayConfig, future_of
+from fastdeploy.entrypoints.ray_replica import FastDeployReplica, ReplicaSpec
+from fastdeploy.fleet.launcher import WithoutRoll
 
 logger = logging.getLogger(__name__)
-CONNECT_S = 5.0
-KILL_S = 2.0  # for the answer to a kill, before Ray kills the process itself
-EXTRA = "pip install 'fastdeploy-cpu[ray]'"
 
 
-class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of a fleet on Ray.
-
-    name: of the fleet; its actors are in the namespace "fastdeploy-NAME". address: HOST:PORT of Ray's head; "auto" =
-    the cluster that this host belongs to. replicas: how many there are at least; those that a former gateway left
-    behind are counted. replica_cpus: cores that Ray reserves for each replica. keep_replicas: they run on when the
-    gateway is closed, for the next one. stop_s: seconds for the orderly end of a replica."""
-
-    name: str
-    replicas: int
-    address: str = "auto"
-    replica_cpus: float = 1.0
-    keep_replicas: bool = False
-    stop_s: float = 15.0
-
-    def check(self) -> RayConfig:
-        """Return self, or raise InvalidField naming the first setting that is out of range."""
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
-            raise InvalidField("name", f"expected 1 to 64 letters, digits or . _ -, got {self.name!r}")
-        if self.address != "auto" and not (self.host_and_port[0] and 0 < self.host_and_port[1] < 65536):
-            raise InvalidField("ray", f"expected HOST:PORT of Ray's head, got {self.address!r}")
-        if self.replicas < 1:
-            raise InvalidField("replicas", f"expected an integer above 0, got {self.replicas}")
-        if not 0 <= self.replica_cpus < float("inf"):
-            raise InvalidField("replica_cpus", f"expected a number from 0, got {self.replica_cpus}")
-        return self
-
-    @property
-    def host_and_port(self) -> tuple[str, int]:
-        """The two parts of the address: ("", 0) if the address has another form, such as that of Ray's client."""
-        match = re.fullmatch(r"(?:\[([^]]+)]|([^:/]+)):(\d{1,5})", self.address)
-        return (match.group(1) or match.group(2), int(match.group(3))) if match else ("", 0)
-
-    @property
-    def namespace(self) -> str:
-        return f"fastdeploy-{self.name}"
-
-
-def import_ray() -> Any:
-    """Return the module ray. Raises InvalidField if it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers otherwise
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of two replicas are two lines
-    try:
-        import ray
-    except ImportError:
-        raise InvalidField("ray", f"expected Ray to be installed: {EXTRA}") from None
-    return ray
-
-
-def index_of(name: str) -> int:
-    """Return the number in the name of a replica, or -1 if the actor is no replica."""
-    match = re.fullmatch(r"replica-(\d+)", name)
-    return int(match.group(1)) if match else -1
-
-
-class RayLauncher(WithoutRoll):
-    """Implements fleet.launcher.Launcher with Ray actors. Use from one event loop. secrets: variables of the replicas'
-    environment, such as the key of the fleet; they are never in what Ray shows or stores. failed: called if no replica
-    can serve, with the reason, once the replicas that were created for it are removed."""
+class RayLauncher(RayActors, WithoutRoll):
+    """Implements fleet.launcher.Launcher with Ray actors. secrets, failed: see RayActors."""
 
     why_no_roll = "Ray starts the replicas of this fleet: a rolling change works on one host, without --ray"
 
@@ -95,42 +26,8 @@ class RayLauncher(WithoutRoll):
         secrets: Mapping[str, str],
         failed: Callable[[FastDeployError], object] = lambda error: None,
     ):
-        self._config = config.check()
-        self._spec = spec
-        self._secrets = dict(secrets)
-        self._failed = failed
-        self._ray = import_ray()
-        self._actors: dict[str, Any] = {}
-        self._followers: dict[str, asyncio.Task[None]] = {}
-        self._placements: dict[str, Placement] = {}  # the last of each replica, also while it is started again
-        self._serving: set[str] = set()
-        self._refusals: dict[str, str] = {}
-        self._failure: FastDeployError | None = None
-        self._changed = asyncio.Event()
-
-    async def open(self) -> None:
-        """Connect to Ray, find the replicas that are there, and create those that are missing. Returns without waiting
-        for them. Raises InvalidField if there is no Ray at the address."""
-        for name, actor in (await asyncio.to_thread(self._connect)).items():
-            self._follow(name, actor)
-
-    async def placements(self) -> AsyncIterator[Sequence[Placement]]:
-        """See Launcher. A lost replica stays in the list, and gets its new address there. Raises InvalidField if no
-        replica can serve, for instance if no host has the model."""
-        try:
-            if not self._actors:
-                await self.open()
-        except InvalidField as error:
-            self._failed(error)
-            raise
-        while True:
-            if self._failure is not None:
-                await self.close()
-                self._failed(self._failure)
-                raise self._failure
-            self._changed.clear()
-            yield list(self._placements.values())
-            await self._changed.wait()
+        kind = ActorKind("replica", FastDeployReplica, config.replica_cpus)
+        super().__init__(config, kind, config.replicas, spec, secrets, failed, config.keep_replicas)
 
     async def restart(self, name: str, why: str) -> None:
         """See Launcher. A replica that Ray is starting already is left alone."""
@@ -141,7 +38,7 @@ class RayLauncher(WithoutRoll):
         self._serving.remove(name)
         try:
             # Without an answer the actor's process is stuck. Ray kills a stuck process itself, after some seconds.
-            await asyncio.wait_for(_future(actor.kill.remote()), KILL_S)
+            await asyncio.wait_for(future_of(actor.kill.remote()), KILL_S)
         except self._ray.exceptions.RayActorError:
             return
         except TimeoutError:
@@ -149,127 +46,6 @@ class RayLauncher(WithoutRoll):
 
     async def add(self) -> str:
         """See Launcher. The new replica waits for a host that has room for it."""
-        name = f"replica-{max(map(index_of, self._actors), default=-1) + 1}"
+        name = self._kind.name(max(map(self._kind.number, self._actors), default=-1) + 1)
         self._follow(name, await asyncio.to_thread(self._create, name))
         return name
-
-    async def remove(self, name: str) -> None:
-        """See Launcher. A replica that does not end within stop_s is killed."""
-        actor = self._actors.get(name)
-        if actor is None:
-            return
-        self._forget(name).cancel()
-        try:
-            await asyncio.wait_for(_future(actor.stop.remote()), self._config.stop_s)
-        except (self._ray.exceptions.RayActorError, TimeoutError):
-            logger.warning("%s did not end in order", name)
-        await asyncio.to_thread(self._ray.kill, actor, no_restart=True)
-
-    async def close(self) -> None:
-        """Remove all replicas, unless they are kept, and disconnect from Ray."""
-        if not self._config.keep_replicas:
-            await asyncio.gather(*map(self.remove, list(self._actors)))
-        await self.detach()
-
-    async def detach(self) -> None:
-        """Disconnect from Ray. The replicas run on, for the next gateway of this fleet."""
-        followers = [self._forget(name) for name in list(self._actors)]
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
-        await asyncio.to_thread(self._ray.shutdown)
-
-    # ------------------------------------------------------------------ Ray's blocking calls, in threads
-
-    def _connect(self) -> dict[str, Any]:
-        ray, config = self._ray, self._config
-        try:
-            if config.address != "auto":  # Ray itself waits for minutes
-                with socket.create_connection(config.host_and_port, CONNECT_S):
-                    pass
-            ray.init(address=config.address, namespace=config.namespace, logging_level=logging.ERROR)
-        except (OSError, ValueError) as error:
-            where = "on this host" if config.address == "auto" else f"at {config.address}"
-            text = f"expected a Ray cluster {where} (ray start --head): {' '.join(str(error).split())}"
-            raise InvalidField("ray", text) from None
-        found = {name: ray.get_actor(name) for name in ray.util.list_named_actors() if index_of(name) >= 0}
-        if found:
-            logger.info("found %s, which a former gateway left behind", ", ".join(sorted(found, key=index_of)))
-        names = (f"replica-{i}" for i in range(len(found) + config.replicas))
-        missing = [name for name in names if name not in found][: max(config.replicas - len(found), 0)]
-        return found | {name: self._create(name) for name in missing}
-
-    def _create(self, name: str) -> Any:
-        config = self._config
-        actor_class = self._ray.remote(FastDeployReplica).options(
-            name=name,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            scheduling_strategy="SPREAD",
-            num_cpus=config.replica_cpus,
-        )
-        return actor_class.remote(name, self._spec)
-
-    # ------------------------------------------------------------------ one task for each replica
-
-    def _follow(self, name: str, actor: Any) -> None:
-        self._actors[name] = actor
-        self._followers[name] = asyncio.get_running_loop().create_task(self._watch(name, actor), name=name)
-
-    def _forget(self, name: str) -> asyncio.Task[None]:
-        del self._actors[name]
-        self._serving.discard(name)
-        self._refusals.pop(name, None)
-        if self._placements.pop(name, None) is not None:
-            self._changed.set()
-        return self._followers.pop(name)
-
-    async def _watch(self, name: str, actor: Any) -> None:
-        """Follow a replica through all its restarts. Each call waits at the actor until there is something new."""
-        exceptions = self._ray.exceptions
-        while True:
-            try:
-                # Retried by Ray until the actor has a host and runs.
-                await _future(actor.start.options(max_task_retries=-1).remote(self._secrets))
-                seen = 0
-                while True:
-                    status = await _future(actor.status.remote(seen))
-                    seen = status.change
-                    self._on_status(name, status)
-            except exceptions.ActorUnavailableError:
-                logger.warning("%s has died, or its host has; Ray starts it again", name)
-                self._serving.discard(name)
-            except exceptions.ActorDiedError:
-                logger.warning("%s was removed by somebody else", name)
-                self._forget(name)
-                return
-
-    def _on_status(self, name: str, status: ReplicaStatus) -> None:
-        if status.spec != self._spec:
-            text = f"expected the name of a new fleet: {name} of fleet {self._config.name!r} runs with other settings"
-            self._fail(InvalidField("name", text), keep=True)
-        elif status.placement is not None:
-            self._serving.add(name)
-            self._refusals.pop(name, None)
-            if status.placement != self._placements.get(name):
-                self._placements[name] = status.placement
-                self._changed.set()
-            logger.info("%s serves at %s", name, status.placement.url)
-        elif status.refusal:
-            self._refusals[name] = status.refusal
-            logger.error("%s cannot serve: %s", name, status.refusal)
-            if self._refusals.keys() >= self._actors.keys():
-                self._fail(InvalidField("model", f"expected a model that the replicas can serve: {status.refusal}"))
-
-    def _fail(self, error: FastDeployError, keep: bool = False) -> None:
-        """Give up. keep: the replicas belong to somebody else."""
-        if keep:
-            self._config = msgspec.structs.replace(self._config, keep_replicas=True)
-        self._failure = self._failure or error
-        self._changed.set()
-
-
-async def _future(ref: Any) -> Any:
-    """Wait for a result of Ray. If this is cancelled, the call goes on at the actor."""
-    return await asyncio.wrap_future(ref.future())

@@ -20,7 +20,8 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import is_alive, stat_of
 from fastdeploy.embedded import MODEL_DIR
-from fastdeploy.entrypoints.ray_launcher import RayConfig, RayLauncher
+from fastdeploy.entrypoints.ray_actors import RayConfig
+from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement

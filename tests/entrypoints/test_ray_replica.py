@@ -18,8 +18,9 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import is_alive
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import main
-from fastdeploy.entrypoints.ray_launcher import RayConfig
-from fastdeploy.entrypoints.ray_replica import FAILED, FastDeployReplica, ReplicaSpec
+from fastdeploy.entrypoints.process_tree import FAILED
+from fastdeploy.entrypoints.ray_actors import RayConfig
+from fastdeploy.entrypoints.ray_replica import FastDeployReplica, ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 
 pytestmark = pytest.mark.anyio
@@ -97,7 +98,7 @@ async def test_the_replica_dies_with_its_actor():
 
 async def test_a_replica_that_is_stopped_is_killed_and_its_actor_ends(monkeypatch):
     ends = asyncio.Queue[int]()
-    monkeypatch.setattr("fastdeploy.entrypoints.ray_replica.os._exit", ends.put_nowait)
+    monkeypatch.setattr("fastdeploy.entrypoints.ray_actor.os._exit", ends.put_nowait)
     actor = FastDeployReplica("replica-0", spec_of(served="stop", stall_s=0.3), "127.0.0.1")
     await actor.start({"FASTDEPLOY_FLEET_KEY": KEY})
     pid = int((await asyncio.wait_for(actor.status(1), WAIT_S)).placement.host.partition(",")[0])
@@ -131,7 +132,7 @@ def test_a_fleet_on_ray_needs_the_secret_of_the_fleet(monkeypatch, capsys):
         ({"address": "head"}, "ray"),
         ({"address": "head:99999"}, "ray"),
         ({"name": "a/b"}, "name"),
-        ({"replicas": 0}, "replicas"),
+        ({"replicas": -1}, "replicas"),
         ({"replica_cpus": float("nan")}, "replica_cpus"),
     ],
 )

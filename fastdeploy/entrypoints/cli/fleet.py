@@ -10,22 +10,23 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.config import EngineConfig, ServeConfig, is_loopback
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.process import host_id
 from fastdeploy.entrypoints.cli.changed_settings import reread_of
 from fastdeploy.entrypoints.cli.command import Commands, Context
-from fastdeploy.entrypoints.cli.flags import USAGE, add_serve_flags, announce, configs, read_start
+from fastdeploy.entrypoints.cli.flags import USAGE, Start, add_serve_flags, announce, configs, read_start
 from fastdeploy.entrypoints.cli.settings import SettingsParser
-from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
-from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, RaySpec, StaticSpec, replica_keys
+from fastdeploy.entrypoints.ray_actors import RayConfig, import_ray
+from fastdeploy.entrypoints.ray_fleet import RayFleet
 from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.entrypoints.roll import Settings
 from fastdeploy.entrypoints.rolling_fleet import RollingFleet
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
-from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, with_fleet_key
 
 DEFAULT_REPLICAS = 2
 MAX_GATEWAYS = 64
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     check_gateways(args, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     config = fleet_config(args, engine.model_roots)
+    if isinstance(spec, RaySpec) and args.gateways is not None:
+        return _run_on_ray(args, start, spec, config)
     parent = RollingFleet(
         engine,
         serve,
@@ -67,6 +70,17 @@ def run(args: argparse.Namespace, context: Context) -> int:
     )
     announce(args, "fleet", start)
     return parent.run()
+
+
+def _run_on_ray(args: argparse.Namespace, start: Start, spec: RaySpec, config: FleetConfig) -> int:
+    """Serve with gateways that are actors. They are on the network, at the addresses of their hosts."""
+    engine, serve, keys, fleet_key = start
+    own_keys = replica_keys(spec, keys, fleet_key)
+    secrets, replica_secrets = (with_fleet_key(kind.environment({}), fleet_key) for kind in (keys, own_keys))
+    fleet = RayFleet(spec, args.gateways, GatewayConfig("", serve, config, spec), secrets, replica_secrets)
+    exposed = msgspec.structs.replace(serve, host="0.0.0.0") if is_loopback(serve.host) else serve
+    announce(args, "fleet", start._replace(serve=exposed))
+    return fleet.run()
 
 
 def _settings_of(args: argparse.Namespace) -> Settings:
