@@ -10,7 +10,9 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,6 +122,8 @@ class RayActors:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._placements: dict[str, Placement] = {}  # the last of each actor, also while it is started again
         self._finding: asyncio.Task[None] | None = None
+        self._leaving: set[str] = set()
+        self._closing = asyncio.Event()
         self._serving: set[str] = set()
         self._refusals: dict[str, str] = {}
         self._failure: FastDeployError | None = None
@@ -128,7 +132,12 @@ class RayActors:
     async def open(self) -> None:
         """Connect to Ray, find the actors that are there, and create those that are missing. Returns without waiting
         for them. Raises InvalidField if there is no Ray at the address."""
-        for name, actor in (await asyncio.to_thread(self._connect)).items():
+        handler = signal.getsignal(signal.SIGTERM)
+        found = await asyncio.to_thread(self._connect)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            # Ray's own handler writes a stack, and aborts this process 3 s later, in the middle of an orderly end.
+            signal.signal(signal.SIGTERM, handler)
+        for name, actor in found.items():
             self._follow(name, actor)
         self._finding = asyncio.get_running_loop().create_task(self._find())
 
@@ -156,11 +165,13 @@ class RayActors:
         if actor is None:
             return
         self._forget(name).cancel()
+        self._leaving.add(name)
         try:
             await asyncio.wait_for(future_of(actor.stop.remote()), self._config.stop_s)
         except (self._ray.exceptions.RayActorError, TimeoutError):
             logger.warning("%s did not end in order", name)
         await asyncio.to_thread(self._ray.kill, actor, no_restart=True)
+        self._leaving.discard(name)
 
     async def close(self) -> None:
         """Remove all, unless they are kept, and disconnect from Ray."""
@@ -174,12 +185,18 @@ class RayActors:
 
     async def detach(self) -> None:
         """Disconnect from Ray. The actors run on."""
+        await self.unfollow()
+        await asyncio.to_thread(self._ray.shutdown)
+
+    async def unfollow(self) -> None:
+        """Ask Ray for nothing from here on: a thread that calls Ray while it shuts down would end this process."""
+        self._closing.set()
+        if self._finding is not None:
+            await asyncio.gather(self._finding, return_exceptions=True)
         followers = [self._forget(name) for name in list(self._actors)]
-        followers += [self._finding] if self._finding is not None else []
         for follower in followers:
             follower.cancel()
         await asyncio.gather(*followers, return_exceptions=True)
-        await asyncio.to_thread(self._ray.shutdown)
 
     # ------------------------------------------------------------------ Ray's blocking calls, in threads
 
@@ -227,16 +244,24 @@ class RayActors:
 
     async def _find(self) -> None:
         """Follow the actors that others add."""
-        while True:
-            await asyncio.sleep(FIND_S)
+        while not await self._closes_within(FIND_S):
             for name, actor in (await asyncio.to_thread(self._named)).items():
-                if name not in self._actors:
+                if name not in self._actors and name not in self._leaving:
                     logger.info("found %s, which somebody else has added", name)
                     self._follow(name, actor)
+
+    async def _closes_within(self, seconds: float) -> bool:
+        """Wait for the time, or until this is closed. Return whether it is closed."""
+        try:
+            return await asyncio.wait_for(self._closing.wait(), seconds)
+        except TimeoutError:
+            return False
 
     # ------------------------------------------------------------------ one task for each actor
 
     def _follow(self, name: str, actor: Any) -> None:
+        if name in self._actors:  # found just after it was added
+            return
         self._actors[name] = actor
         self._followers[name] = asyncio.get_running_loop().create_task(self._watch(name, actor), name=name)
 

@@ -4,6 +4,7 @@ them. The gateways and replicas run on if this process is killed, and the next c
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -13,10 +14,12 @@ import msgspec
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.entrypoints.child import REFUSED
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, RaySpec
+from fastdeploy.entrypoints.process_tree import FAILED
 from fastdeploy.entrypoints.ray_actors import ActorKind, RayActors
 from fastdeploy.entrypoints.ray_gateway import FastDeployGateway, GatewaySpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 
+logger = logging.getLogger(__name__)
 GATEWAY = ActorKind("gateway", FastDeployGateway, cpus=0.0)
 
 
@@ -56,6 +59,11 @@ class RayFleet:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
+        try:
+            for actors in (self._replicas, self._gateways):  # not both at once: ray.init is not made for two threads
+                await actors.open()
+        except FastDeployError as refusal:
+            return self._refused(refusal)
         work = [self._follow(self._replicas, lambda urls: None), self._follow(self._gateways, self._show)]
         tasks = [asyncio.create_task(one) for one in (*work, _wait(stopped))]
         done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -63,13 +71,21 @@ class RayFleet:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         errors = [error for task in done if (error := task.exception()) is not None]
-        await self._gateways.remove_all()
-        await self._replicas.close()
         for error in errors:
-            if not isinstance(error, FastDeployError):
-                raise error
-            print(f"fastdeploy: cannot serve {self._model}: {error.message}", file=sys.stderr, flush=True)
-        return REFUSED if errors else 0
+            if isinstance(error, FastDeployError):
+                self._refused(error)
+            else:
+                logger.error("following the actors failed", exc_info=error)
+        await self._gateways.remove_all()
+        await self._gateways.unfollow()
+        await self._replicas.close()
+        if not errors:
+            return 0
+        return REFUSED if all(isinstance(error, FastDeployError) for error in errors) else FAILED
+
+    def _refused(self, error: FastDeployError) -> int:
+        print(f"fastdeploy: cannot serve {self._model}: {error.message}", file=sys.stderr, flush=True)
+        return REFUSED
 
     async def _follow(self, actors: RayActors, show: Callable[[list[str]], None]) -> None:
         async for placements in actors.placements():

@@ -41,10 +41,18 @@ SPEC = spec_of(str(MODEL_DIR))
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token to the home folder
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": "120000",
     "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
 }
-NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
+AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
 WAIT_S = 60.0
+
+
+def node(num_cpus: int) -> dict[str, Any]:
+    """Return the settings of a node. Its agent need not choose ports: a node waits 15 s at most for an agent, and may
+    fail to start on a busy machine."""
+    ports = {port: free_port() for port in AGENT_PORTS}
+    return {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 80_000_000, **ports}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        cluster = Cluster(initialize_head=True, head_node_args=node(2))
         yield cluster
         cluster.shutdown()
 
@@ -181,11 +189,11 @@ async def test_a_gateway_that_is_killed_leaves_its_replicas(cluster):
 async def test_a_node_that_comes_gets_the_replica_that_waits_and_one_that_goes_gives_it_back(cluster):
     async with fleet(cluster, "nodes", replicas=3) as follower:
         assert len(await follower.until(lambda placements: len(placements) == 2)) == 2
-        node = cluster.add_node(**{**NODE, "num_cpus": 1})
+        first = cluster.add_node(**node(1))
         placements = await follower.until(lambda placements: len(placements) == 3)
-        waited = next(p for p in placements.values() if parent_of(parent_of(pid_of(p))) == raylet_of(node))
-        spare = cluster.add_node(**{**NODE, "num_cpus": 1})
-        cluster.remove_node(node, allow_graceful=False)
+        waited = next(p for p in placements.values() if parent_of(parent_of(pid_of(p))) == raylet_of(first))
+        spare = cluster.add_node(**node(1))
+        cluster.remove_node(first, allow_graceful=False)
         placements = await follower.until(lambda placements: pid_of(placements[waited.name]) != pid_of(waited))
         assert len(placements) == 3 and parent_of(parent_of(pid_of(placements[waited.name]))) == raylet_of(spare)
         until(lambda: not is_alive(pid_of(waited)), WAIT_S, "the replica of the lost node has ended")

@@ -17,10 +17,11 @@ import httpx
 import pytest
 
 from e2e.server import PROMPT, SMALL, until
-from entrypoints.test_ray_fleet import KEY, NODE, RAY_SETTINGS, parent_of, raylet_of
+from entrypoints.test_ray_fleet import KEY, RAY_SETTINGS, node, parent_of, raylet_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 WAIT_S = 240.0
+FLEET = "doors"
 CONTROL = "control-key-of-this-test"
 
 
@@ -49,12 +50,13 @@ class RayCommand:
         return self.process.wait(WAIT_S)
 
 
-def pids_of(word: str) -> list[int]:
-    """Return the processes of this machine whose command line has the word."""
-    found = []
+def gateway_pids() -> list[int]:
+    """Return the processes of this machine that are gateways of this fleet."""
+    words, found = (b"fastdeploy.entrypoints.gateway\0", f'"name":"{FLEET}"'.encode()), []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if word.encode() in path.read_bytes():
+            command = path.read_bytes()
+            if all(word in command for word in words):
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -106,15 +108,15 @@ def cluster() -> Iterator[Any]:
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
+        cluster = Cluster(initialize_head=True, head_node_args=node(0))
         yield cluster
         cluster.shutdown()
 
 
 @pytest.mark.timeout(1200)
 def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster, tmp_path):
-    nodes = [cluster.add_node(**{**NODE, "num_cpus": 1}) for _ in range(2)]
-    fleet = RayCommand(cluster.address, tmp_path, "--replicas", "2", "--gateways", "3", "--name", "doors")
+    nodes = [cluster.add_node(**node(1)) for _ in range(2)]
+    fleet = RayCommand(cluster.address, tmp_path, "--replicas", "2", "--gateways", "3", "--name", FLEET)
     try:
         until(lambda: len(fleet.urls) == 3, WAIT_S, "three gateways serve")
 
@@ -130,10 +132,10 @@ def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster
             assert control(url, "/v1/pause", hold_id=url)["is_paused"]
         for url in reversed(fleet.urls):
             assert control(url, "/v1/resume", hold_id=url)["released"] == [url]
-        gateways = {pid: on_node(pid) for pid in pids_of("fastdeploy.entrypoints.gateway")}
-        held = {raylet_of(node): list(gateways.values()).count(raylet_of(node)) for node in nodes}
+        gateways = {pid: on_node(pid) for pid in gateway_pids()}
+        held = {raylet_of(one): list(gateways.values()).count(raylet_of(one)) for one in nodes}
         print(f"gateways on the two nodes: {list(held.values())}, on the head: {3 - sum(held.values())}")
-        victim = max(nodes, key=lambda node: held[raylet_of(node)])
+        victim = max(nodes, key=lambda one: held[raylet_of(one)])
         assert held[raylet_of(victim)], "no gateway runs on a node that can be lost"
         clients = Clients(fleet)
         until(lambda: clients.num >= 5, WAIT_S, "requests are answered")
@@ -145,7 +147,7 @@ def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster
         until(lambda: set(fleet.urls) != before, WAIT_S, "the lost gateway serves elsewhere")
         print(f"the gateway of the node served elsewhere after {time.monotonic() - began:.1f} s")
         began = time.monotonic()
-        cluster.add_node(**{**NODE, "num_cpus": 1})
+        cluster.add_node(**node(1))
         until(lambda: all(members(url) == 2 for url in fleet.urls), WAIT_S, "two members at every gateway again")
         print(f"the replica of the node was a member {time.monotonic() - began:.1f} s after another node came")
         clients.stop()
@@ -156,7 +158,7 @@ def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster
         status = fleet.stop()
         print(fleet.log.read_text()[-3000:])
     assert status == 0 and KEY not in fleet.log.read_text()
-    until(lambda: not pids_of("fastdeploy.entrypoints.gateway"), 60, "the gateways have ended")
+    until(lambda: not gateway_pids(), 60, "the gateways have ended")
 
 
 def control(url: str, path: str, **fields: Any) -> Any:
