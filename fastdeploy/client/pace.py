@@ -49,11 +49,11 @@ class Pace:
         return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
     async def columns(self, num: int, columns: dict[str, Iterable[Any]], work: int) -> Any:
-        """Return the JSON object of arrays of ``num`` items each. Few items are encoded in one go. work: units for an
-        item of each column."""
+        """Return an object of arrays of ``num`` items each, for an encoder of JSON. Only many items are encoded here.
+        work: units for an item of each column."""
         if num * work < self._left:
             self._left -= num * work
-            return msgspec.Raw(_encoder.encode({name: list(items) for name, items in columns.items()}))
+            return {name: list(items) for name, items in columns.items()}
         return {name: await self.array(items, -(-work // len(columns))) for name, items in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""ZMQ: ROUTER at the engine, one asyncio DEALER per API server over a unix socket, and one per gateway, also over TCP.
+"""ZMQ: ROUTER at the engine, one DEALER per API server over a unix socket, and one per gateway, also over TCP.
 
 Every connection has a new random identity, so no message of an old connection reaches a new one.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from fastdeploy.core.errors import EngineDead, FastDeployError
@@ -43,6 +42,7 @@ HANDSHAKE_FAILED = (
 )
 ENDED = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # before the handshake: nobody listens there
 OVER_TCP = zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | sum(HANDSHAKE_FAILED)
+POLLIN = int(zmq.POLLIN)  # the operators of an enum are slow
 REFUSED = "refused the fleet key, or is no engine of this fleet: FASTDEPLOY_FLEET_KEY must be the same on both sides"
 
 
@@ -193,9 +193,9 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def context_of_many() -> zmq.asyncio.Context:
+def context_of_many() -> zmq.Context[Any]:
     """Return a context for connectors to hundreds of engines. The caller ends it with ``destroy``."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
 
@@ -205,10 +205,10 @@ class ZmqConnector:
     which a TCP endpoint needs. Raises InvalidField without it. context: shared with other connectors, so that two
     threads of ZMQ serve them all; the caller ends it. None = one of its own."""
 
-    def __init__(self, endpoint: str, secret: str | None = None, context: zmq.asyncio.Context | None = None):
+    def __init__(self, endpoint: str, secret: str | None = None, context: zmq.Context[Any] | None = None):
         require_fleet_key(endpoint, secret)
         self._owns_context = context is None
-        self._context = zmq.asyncio.Context() if context is None else context
+        self._context = zmq.Context() if context is None else context
         self._endpoint = endpoint
         self._secret = secret
 
@@ -226,9 +226,10 @@ class ZmqConnector:
 class ZmqConnection:
     """One connection of a client (see transport.Connection). Over a unix socket, messages that are sent before
     the engine's socket is there wait for it. Over TCP the connection tries once, and its ``messages`` raise EngineDead,
-    which names the address, if the engine cannot be reached, refuses the fleet key, or is lost."""
+    which names the address, if the engine cannot be reached, refuses the fleet key, or is lost. Make it in the event
+    loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, secret: str | None = None):
+    def __init__(self, context: zmq.Context[Any], endpoint: str, secret: str | None = None):
         self.identity = uuid.uuid4().hex
         self._endpoint = endpoint
         self._over_tcp = endpoint.startswith("tcp://")
@@ -250,34 +251,39 @@ class ZmqConnection:
         except zmq.ZMQError:
             self._socket.close()
             raise
+        self._readable, self._has_event = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     def send(self, message: ToEngine) -> None:
-        """Queue ``message``. Without a high-water mark the future of ZMQ is done at once."""
-        self._socket.send(self._encoder.encode(message))
+        """Queue ``message``. Without a high-water mark this never blocks."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._readable.set()  # ZMQ may have taken in new messages meanwhile, for which it gives no signal then
 
     async def messages(self) -> AsyncIterator[ToClient]:
         """Yield the messages of the engine. End when the engine has closed its socket and all messages are yielded.
         Messages that have arrived are yielded without a return to the event loop. So no message waits for the tasks
         that an earlier message woke."""
         lost = asyncio.ensure_future(self._lost_over_tcp() if self._over_tcp else self._lost())
+        lost.add_done_callback(lambda _: self._readable.set())
+        self._loop.add_reader(self._socket.get(zmq.FD), self._readable.set)
+        self._loop.add_reader(self._monitor.get(zmq.FD), self._has_event.set)
         try:
             while True:
+                self._readable.clear()
                 while _can_receive(self._socket):
-                    yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
+                    yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
                 if lost.done():
                     lost.result()
                     return
-                frame = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
-                if frame.done():
-                    yield self._decoder.decode(frame.result())
-                else:
-                    frame.cancel()
+                await self._readable.wait()
         finally:
             lost.cancel()
 
     async def _next_event(self) -> int:
-        event: int = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        while not _can_receive(self._monitor):
+            self._has_event.clear()
+            await self._has_event.wait()
+        event: int = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
         return event
 
     async def _lost(self) -> None:
@@ -302,6 +308,10 @@ class ZmqConnection:
         raise EngineDead(f"the engine at {self._endpoint} {why}")
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
+        for socket in (self._socket, self._monitor):
+            self._loop.remove_reader(socket.get(zmq.FD))
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
@@ -324,7 +334,7 @@ def _set_tcp_options(socket: Any, endpoint: str) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def _can_receive(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> bool:
+def _can_receive(socket: zmq.Socket[Any]) -> bool:
     events = socket.get(zmq.EVENTS)
     assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
+    return bool(events & POLLIN)

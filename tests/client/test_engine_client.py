@@ -429,6 +429,7 @@ async def test_the_reader_of_a_token_is_woken_before_the_readers_of_ended_reques
 
     streams = [await client.submit(request(name)) for name in [*names, "live"]]
     readers = [asyncio.create_task(read(stream)) for stream in streams]
+    await asyncio.sleep(0)  # all readers wait
     ends = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
     engine.send(m.Outputs([*ends, m.Output("live", 0, token_ids=[4])]))
     await asyncio.gather(*readers)

@@ -12,7 +12,6 @@ import time
 import msgspec
 import pytest
 import zmq
-import zmq.asyncio
 
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -61,7 +60,7 @@ def test_socket_folder_is_private():
 
 
 async def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
-    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    connection = ZmqConnection(zmq.Context.instance(), endpoint)
     for pid in range(100):
         connection.send(m.Hello(pid=pid))
     messages = await asyncio.to_thread(recv_all, router, 100)
@@ -121,7 +120,7 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
 
 async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
     router = ZmqRouterTransport(endpoint)
-    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    connection = ZmqConnection(zmq.Context.instance(), endpoint)
     connection.send(m.Hello(pid=1))
     [(client, _)] = await asyncio.to_thread(recv_all, router, 1)
     for i in range(500):
@@ -135,7 +134,7 @@ async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoin
 
 def test_every_connection_has_an_identity_of_its_own(endpoint):
     async def identities():
-        connections = [ZmqConnection(zmq.asyncio.Context.instance(), endpoint) for _ in range(3)]
+        connections = [ZmqConnection(zmq.Context.instance(), endpoint) for _ in range(3)]
         for connection in connections:
             connection.close()
         return {connection.identity for connection in connections}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import chain, count, repeat
 from typing import Any
 
@@ -54,7 +55,11 @@ def weight_version(spans: Iterable[Span]) -> int | None:
     """Return the label of the oldest weights as an integer, as rLLM reads it. None if the trainer's label is no decimal
     number. Any other number, such as the weight_epoch, would be compared with the trainer's own count."""
     oldest = min(spans, key=_age, default=None)
-    label = "" if oldest is None else oldest.version
+    return None if oldest is None else _number(oldest.version)
+
+
+@lru_cache(maxsize=64)
+def _number(label: str) -> int | None:
     return int(label) if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS else None
 
 
@@ -79,8 +84,10 @@ class ChosenToken(TokenLogprob, frozen=True):
 
 def work_of(entries: Iterable[Logprob | None]) -> int:
     """Return the units of Pace that one of ``entries`` costs."""
-    first = next((entry for entry in entries if entry is not None), None)
-    return 1 if first is None else 1 + first.num_top
+    for entry in entries:
+        if entry is not None:
+            return 1 + entry.num_top
+    return 1
 
 
 async def mask_ids(pace: Pace, entries: list[Logprob]) -> msgspec.Raw:
