@@ -57,10 +57,10 @@ class Homes:
         wanted = Wanted(args.session, args.group, args.length, args.num)
         if args.session:
             self._router.began(args.session, args.began)
-            replica, _ = self._router.where(args.session)
+            replica, known = self._router.where(args.session)
             told = next((r for r in self._open_replicas() if r.name == args.replica), None)
-            if told is not None and (replica is None or replica is told):
-                self._router.remember(args.session, told, args.tokens)
+            if told is not None and replica in (None, told):  # the last turn of the other gateway may be an old one
+                self._router.remember(args.session, told, max(known, args.tokens))
         route = await self._place_here(args.sender, wanted, args.epoch, args.refused_by)
         if route is None:
             return {"replica": ""}

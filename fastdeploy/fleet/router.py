@@ -178,7 +178,7 @@ class Router:
         if near.replica is not None and may_have(near.replica, epoch, refused_by):
             place, cached = near.replica, min(near.tokens, length - 1)
             saved = int(cached * place.trust)
-            work = cost_at(place)
+            work = cost_at(place, only_sure=near is home)
             bound = int(saved * MOVE_FACTOR) + slack  # a replica with so much less work in front is better
             if work > bound:
                 other = _least_loaded(replicas, epoch, refused_by)
@@ -210,20 +210,16 @@ def _recall(homes: OrderedDict[str, Home], key: str, limit: int) -> Home:
     return home
 
 
-def cost_at(replica: Replica) -> int:
+def cost_at(replica: Replica, only_sure: bool = False) -> int:
     """Return the work in front of a new request at ``replica``, in prompt tokens: that of this gateway, and that of
-    others as the engine has told it last."""
+    others as the engine has told it last. only_sure: leave out the promises. The engine may have told some of them, so
+    with them the work can be too much, and a session would leave its prefix for no reason."""
     others = replica.client.load
     promises = replica.promises
     promises.forget_told(replica.client.num_tells)
-    choices = replica.in_flight + others.choices + promises.choices
-    work = (
-        replica.load
-        + promises.load
-        + others.prompt_tokens
-        + others.choices * CHOICE_TOKENS
-        + others.context // CONTEXT_SHARE
-    )
+    promised, load = (0, 0) if only_sure else (promises.choices, promises.load)
+    choices = replica.in_flight + others.choices + promised
+    work = replica.load + load + others.prompt_tokens + others.choices * CHOICE_TOKENS + others.context // CONTEXT_SHARE
     return work + max(choices - replica.slots, 0) * QUEUED_TOKENS
 
 

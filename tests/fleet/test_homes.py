@@ -153,6 +153,21 @@ def test_a_replica_that_this_gateway_may_not_use_is_not_taken_from_the_home():
     asyncio.run(run())
 
 
+def test_a_gateway_that_has_seen_an_old_turn_does_not_make_the_home_forget_the_later_ones():
+    async def run() -> None:
+        doors = Doors(3)
+        add = make_request(1000, session="s")
+        home = doors.home_of(add)
+        old, last = doors.others(home)
+        await doors.place(old, add)
+        await doors.place(last, make_request(4000, session="s"))
+        route = await doors.homes[old].place(make_request(4100, session="s"), 0, ())
+        assert route is not None and route.known == 4000
+        assert [args.tokens for _, args in doors.asked] == [0, 0, 1000]
+
+    asyncio.run(run())
+
+
 def test_all_requests_of_a_session_have_the_place_in_the_queue_of_the_first():
     async def run() -> None:
         doors = Doors(3)
@@ -176,6 +191,22 @@ def test_a_home_counts_what_others_send_until_the_engine_has_told_it():
             tell(replica, m.Load(choices=4))
         assert {await doors.place(home, add) for add in own} == {"r0", "r1"}
         assert [replica.promises.load for replica in doors.replicas[home]] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_session_stays_while_only_promises_speak_against_its_replica():
+    async def run() -> None:
+        doors = Doors(2, replicas=2)
+        add = make_request(1000, session="s")
+        home = doors.home_of(add)
+        (door,) = doors.others(home)
+        stays = await doors.place(door, add)
+        (replica,) = (r for r in doors.replicas[home] if r.name == stays)
+        replica.promises.add(replica.client.num_tells, 4, 20_000)
+        assert await doors.place(door, make_request(1100, session="s"), ends=False) == stays
+        tell(replica, m.Load(choices=4, prompt_tokens=20_000))
+        assert await doors.place(door, make_request(1200, session="s")) != stays
 
     asyncio.run(run())
 
