@@ -15,7 +15,7 @@ from typing import Any
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.router import Route, Router, Wanted, may_have
+from fastdeploy.fleet.router import MOVE_FACTOR, SHARED_MOVE_FACTOR, Route, Router, Wanted, may_have
 from fastdeploy.inter_communicator.messages import PlaceArgs
 
 ASK_S = 0.1  # then the gateway that has the request chooses itself
@@ -49,7 +49,7 @@ class Homes:
         if (home := self._home_of(wanted.session or wanted.group)) != self._address:
             if (route := await self._place_at(home, self._address, wanted, epoch, refused_by)) is not None:
                 return route
-            return self._router.pick(wanted, self._open_replicas(), epoch, refused_by)
+            return self._pick(wanted, epoch, refused_by)
         return await self._place_here(self._address, wanted, epoch, refused_by)
 
     async def answer(self, args: PlaceArgs) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Homes:
                 if (route := await self._place_at(home, sender, group, epoch, refused_by)) is not None:
                     self._router.remember(wanted.session, route.replica, wanted.length)
                     return route
-        return self._router.pick(wanted, self._open_replicas(), epoch, refused_by)
+        return self._pick(wanted, epoch, refused_by)
 
     async def _place_at(
         self, home: str, sender: str, wanted: Wanted, epoch: int, refused_by: Collection[str]
@@ -112,6 +112,10 @@ class Homes:
             self._router.began(session, reply["began"])
             self._router.remember(session, chosen, wanted.length)
         return Route(chosen, wanted.length, reply["cached"], reply["known"])
+
+    def _pick(self, wanted: Wanted, epoch: int, refused_by: Collection[str]) -> Route | None:
+        factor = SHARED_MOVE_FACTOR if len(self._gateways()) > 1 else MOVE_FACTOR
+        return self._router.pick(wanted, self._open_replicas(), epoch, refused_by, factor)
 
     def _home_of(self, key: str) -> str:
         """Return the home of a key: a gateway that comes or goes moves the keys of its own only."""

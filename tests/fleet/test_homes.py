@@ -211,6 +211,18 @@ def test_a_session_stays_while_only_promises_speak_against_its_replica():
     asyncio.run(run())
 
 
+def test_a_session_stays_longer_with_several_gateways_whose_loads_are_old():
+    async def run(num: int, work: int) -> bool:
+        doors = Doors(num, replicas=2)
+        stays = await doors.place(doors.names[0], make_request(1000, session="s"))
+        for replica in itertools.chain(*doors.replicas.values()):
+            tell(replica, m.Load(prompt_tokens=work if replica.name == stays else 0))
+        return await doors.place(doors.names[0], make_request(1100, session="s")) == stays
+
+    stays = {num: [asyncio.run(run(num, work)) for work in (1400, 2000, 2600)] for num in (1, 2)}
+    assert stays == {1: [True, False, False], 2: [True, True, False]}
+
+
 def test_a_request_that_ends_while_its_home_is_asked_is_not_sent():
     with fake_fleet(1) as fleet:
         asked, answer = asyncio.Event(), asyncio.Event()
