@@ -53,7 +53,7 @@ class Used(NamedTuple):
         )
 
     def since(self, before: Used) -> Used:
-        return Used(*(now - then for now, then in zip(self, before, strict=True)))
+        return Used(self.cpu_s - before.cpu_s, self.messages - before.messages, self.sent_bytes - before.sent_bytes)
 
 
 class Figures(NamedTuple):

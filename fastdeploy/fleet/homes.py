@@ -39,9 +39,7 @@ class Homes:
         self._address = address
         self._gateways = gateways
         self._ask = ask
-        self._silent: dict[
-            str, float
-        ] = {}  # by gateway, the time on the event loop's clock until which it counts as so
+        self._silent: dict[str, float] = {}  # by gateway: until when it is not asked, on the event loop's clock
 
     async def place(self, request: AddRequest, epoch: int, refused_by: Collection[str]) -> Route | None:
         """Return the route of ``request``, see Router.pick. Waits only if its home is another gateway."""

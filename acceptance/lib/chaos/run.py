@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from acceptance.lib.chaos.doors import Door, Doors, as_it_is, code_of
 from acceptance.lib.chaos.load import Load, number_of, tokens_of
@@ -81,7 +81,7 @@ class Pause:
 class Witness:
     """Asks engines for the truth, on connections that no gateway knows. Use from one event loop only."""
 
-    def __init__(self, placements: Sequence[Placement], context: zmq.asyncio.Context):
+    def __init__(self, placements: Sequence[Placement], context: zmq.Context[Any]):
         self._clients = {
             placement.name: EngineClient(
                 ZmqConnector(placement.endpoint, context=context), SILENT_S, kills_stalled=False

@@ -161,7 +161,8 @@ class HostedFleet(WithoutRoll):
     async def add(self) -> str:
         raise NotImplementedError("the number of these engines is fixed")
 
-    remove = restart
+    async def remove(self, name: str) -> None:
+        raise NotImplementedError("the number of these engines is fixed")
 
     async def close(self) -> None: ...
 

@@ -95,7 +95,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         context = copy_context() if context is None else context
         handle = asyncio.Handle(callback, args, self, context)
-        self._give(context.get(HOST) or self.observer, handle, self.time())
+        self._give(_host_in(context) or self.observer, handle, self.time())
         return handle
 
     call_soon_threadsafe = call_soon
@@ -105,7 +105,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         context = copy_context() if context is None else context
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        event = max(when, self.time()), next(self._order), context.get(HOST) or self.observer, timer
+        event = max(when, self.time()), next(self._order), _host_in(context) or self.observer, timer
         heapq.heappush(self._events, event)
         return timer
 
@@ -141,6 +141,10 @@ class HostsLoop(asyncio.SelectorEventLoop):
         host.waits = bool(host.ready)
         if host.waits:
             heapq.heappush(self._events, (max(at, host.free_at), next(self._order), host, None))
+
+
+def _host_in(context: Context) -> Host | None:
+    return context[HOST] if HOST in context else None
 
 
 def run_on_hosts(main: Coroutine[Any, Any, T]) -> T:
