@@ -48,6 +48,7 @@ class PlaceArgs(Args, frozen=True):
     are expected to be cached there, "known": those that the session has there, "began": of the session}."""
 
     gateways_only = True
+    leader_only = False
 
     sender: str
     session: str

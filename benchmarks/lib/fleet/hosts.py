@@ -144,7 +144,7 @@ class HostsLoop(asyncio.SelectorEventLoop):
 
 
 def _host_in(context: Context) -> Host | None:
-    return context[HOST] if HOST in context else None
+    return context.get(HOST, None)
 
 
 def run_on_hosts(main: Coroutine[Any, Any, T]) -> T:
