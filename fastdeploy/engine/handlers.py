@@ -33,7 +33,8 @@ def handlers_of(*parts: object) -> dict[type, Handler]:
     """Return the handlers that ``parts`` have, by call. Each control call of engines must have exactly one."""
     marked = [(part, method) for part in parts for method in vars(type(part)).values() if hasattr(method, "handles")]
     calls = [method.handles for _, method in marked]
-    missing = [call.__name__ for call in m.Args.__subclasses__() if calls.count(call) == call.gateways_only]
+    expected = {call: 0 if call.gateways_only else 1 for call in m.Args.__subclasses__()}
+    missing = [call.__name__ for call, number in expected.items() if calls.count(call) != number]
     assert not missing, f"not one handler, but none or several: {missing}"
     return {method.handles: _as_handler(method.__get__(part)) for part, method in marked}
 
