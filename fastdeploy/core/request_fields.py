@@ -77,6 +77,8 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     group: the id that the client knows, if one HTTP request became several AddRequest: one for each prompt, or one for
         each choice that goes on at another replica. Aborting a group aborts all of its members. "" = the request_id.
     fingerprint: of the HTTP body, if retain_s is set.
+    recomputes_lost: a result that was lost with an earlier engine is computed again, and not refused. A gateway says
+        so, since its requests have seeds: under the same weights the tokens are the same.
     session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request
         takes its place in the queue by this time. 0 = by its own arrival at the engine.
     expected_cached: tokens of the prompt that the gateway of a fleet expects to be cached at this engine, which counts
@@ -95,6 +97,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     arrival: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     group: str = ""
     fingerprint: str = ""
+    recomputes_lost: bool = False
     session_began: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     expected_cached: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     adapter: str = ""

@@ -197,14 +197,17 @@ class FleetClient:
         if as many wait as the queues of all replicas may hold."""
         await self.require_engine()
         self.membership.require_known(request)
+        retained = request.retain_s > 0
         if request.sampling.seed is None:
             # Another gateway that is asked for the result of the same request computes the same tokens, if it is lost.
-            name = f"{self._config.fleet_id}/{request.request_id}" if request.retain_s > 0 else ""
+            name = f"{self._config.fleet_id}/{request.request_id}" if retained else ""
             request = replace(request, sampling=request.sampling.seeded(name))
+        if retained:
+            request = replace(request, recomputes_lost=True)
         seen = self.router.seen(request)
-        holder = await self._holder(request) if request.retain_s > 0 else None
+        holder = await self._holder(request) if retained else None
         self._require_unused(request)  # after the wait above, in which another request with this id may have begun
-        fingerprint = request.fingerprint if request.retain_s > 0 else ""
+        fingerprint = request.fingerprint if retained else ""
         outer = make_stream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
         relay = Relay(request, outer, seen, self._dispatcher, self._turn_ended)
         self._relays[request.request_id] = relay

@@ -145,7 +145,8 @@ class RetainedLog:
 
     def check(self, add: AddRequest) -> None:
         """Raise ResultLost if ``add`` asks for the result of an engine that has died."""
-        entry = self._lost.get(_key(add)) if add.retain_s > 0 and self._lost else None
+        asks = add.retain_s > 0 and not add.recomputes_lost
+        entry = self._lost.get(_key(add)) if asks and self._lost else None
         if entry is not None and entry.until > self._clock():
             why = "the engine that had this result has died; send the request with another request_id"
             raise ResultLost(f"request_id {(add.group or add.request_id)!r}: {why}", param="request_id")

@@ -75,6 +75,13 @@ def test_lost_is_only_what_the_same_request_asks_for(life):
     assert life.ask("kept", retain_s=0.0, body="") is None, "a request that does not ask for a kept result"
 
 
+def test_a_request_of_a_gateway_is_computed_again_if_its_result_is_lost(life):
+    assert life.ask() is None
+    life.restart()
+    assert life.ask(recomputes_lost=True) is None
+    assert life.h.stream("r").tokens == expected_tokens(PROMPT, 5)
+
+
 def test_a_lost_result_is_told_before_a_pause_or_an_unknown_adapter_is(life):
     """An adapter is unknown after a restart: without the log, the reply would be a 404."""
     life.h.load_adapter("a", 1)
