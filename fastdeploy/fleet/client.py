@@ -330,6 +330,19 @@ class FleetClient:
                 why = f"the gateway that leads was lost during the call, which may have been made: {error.message}"
                 raise errors.EngineDead(why) from error
 
+    async def describe_replicas(self) -> list[dict[str, Any]]:
+        """Return the entries of GET /v1/replicas as the gateway that leads knows them; if it does not tell, as this one
+        does."""
+        if self.peers is not None and (leader := self.membership.following.leader):
+            try:
+                async with asyncio.timeout(self._config.fence_after_s):
+                    reply = await self.peers.client(leader).call(m.ReplicaArgs("list"))
+            except (errors.FastDeployError, TimeoutError):
+                pass
+            else:
+                return list(reply["replicas"])
+        return list((await operate(self.membership, m.ReplicaArgs("list")))["replicas"])
+
     async def _answer_peer(self, gateway: str, args: m.Args) -> dict[str, Any]:
         """Answer a call of another gateway."""
         if isinstance(args, m.FollowArgs):

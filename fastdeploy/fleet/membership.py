@@ -149,10 +149,6 @@ class Membership:
         await self.hosts.close()
         await self._launcher.close()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Return an entry for each replica, see Replica.describe."""
-        return [replica.describe() for replica in self.replicas.values()]
-
     # ------------------------------------------------------------------ calls of operators
 
     def find(self, name: str) -> Replica:

@@ -25,9 +25,10 @@ class FollowArgs(Args, frozen=True):
 
 
 class ReplicaArgs(Args, frozen=True):
-    """A call of an operator on one replica, which the gateway that leads makes. action: add, drain, undrain or remove.
-    name: of the replica; "" for add. timeout_s: of a drain; None = that of a removed replica (FleetConfig.drain_s).
-    Reply: the entry of the replica in GET /v1/replicas, or {"name", "state"}."""
+    """A call of an operator on replicas, which the gateway that leads makes. action: list, add, drain, undrain or
+    remove. name: of the replica; "" for list and add. timeout_s: of a drain; None = that of a removed replica
+    (FleetConfig.drain_s). Reply: the entry of the replica in GET /v1/replicas, {"name", "state"}, or for list
+    {"replicas": all entries}."""
 
     gateways_only = True
     leader_only = False

@@ -326,7 +326,10 @@ class SplitFleet(HostedFleet):
             async with asyncio.timeout(200.0):
                 await self._until_whole()
         except TimeoutError:
-            told = [(g.host.name, g.leads, g.client.membership.describe()) for g in self.gateways]
+            told = [
+                (g.host.name, g.leads, [str(r.state) for r in g.client.membership.replicas.values()])
+                for g in self.gateways
+            ]
             raise AssertionError(f"not whole: {len(self.tasks)} clients, holds {self._holds_now()}, {told}") from None
 
     async def _until_whole(self) -> None:

@@ -204,8 +204,9 @@ def test_a_jump_of_the_wall_clock_changes_nothing(fleet, monkeypatch):
 def test_the_description_has_state_load_and_holds_of_each_replica(fleet):
     assert fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"}).status_code == 200
     membership = fleet.client.membership
-    until(lambda: all(entry["holds"] for entry in membership.describe()), 20, "the lease was renewed")
-    for i, entry in enumerate(membership.describe()):
+    replicas = membership.replicas.values()
+    until(lambda: all(replica.describe()["holds"] for replica in replicas), 20, "the lease was renewed")
+    for i, entry in enumerate([replica.describe() for replica in replicas]):
         assert (entry["name"], entry["state"], entry["weight_epoch"]) == (f"replica-{i}", "member", 0)
         assert entry["load"]["available_gpu_block_num"] > 0
         assert [hold["id"] for hold in entry["holds"]] == ["trainer"]

@@ -42,6 +42,12 @@ def test_every_gateway_answers_requests(fleet):
         assert door.http.get("/health").status_code == 200
 
 
+def test_every_gateway_lists_the_replicas_as_the_one_that_leads_knows_them(fleet):
+    for door in (fleet.leader, fleet.follower):
+        for entry in door.http.get("/v1/replicas").json()["replicas"]:
+            assert entry["load"]["max_num_seqs"] and entry["in_flight"] == 0, entry
+
+
 def test_a_control_call_at_a_gateway_that_follows_is_made_by_the_one_that_leads(fleet):
     report = fleet.follower.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"})
     assert report.status_code == 200, report.text
