@@ -65,10 +65,12 @@ class Fleet:
     def __init__(self, num: int = 2, make_connection: Callable[[Any], PlayedConnection] = PlayedConnection):
         self._make_connection = make_connection
         self.client = FleetClient(FleetConfig(fleet_id="f"), StaticLauncher([]), lambda placement: None)
-        self.client.membership.leadership.leads = True
+        membership = self.client.membership
+        membership.leadership.leads = True
+        membership._begin_join = lambda replica: None  # each replica joins at once, see connect
         self.replicas, self.engines = [], []
         for i in range(num):
-            replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, lambda _: self.client._members_changed())
+            replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, membership._replica_changed)
             self.client.membership.replicas[replica.name] = replica
             self.replicas.append(replica)
             self.engines.append(None)
