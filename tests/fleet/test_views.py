@@ -136,7 +136,10 @@ def test_a_call_that_fences_a_replica_is_answered_when_no_gateway_has_anything_o
     fleet.engines[1].engine._on_call[m.ResumeArgs] = refuse
     with follower.stopped_gateway():
         report = post(leader, "/v1/resume", hold_id="trainer")
-        assert [entry["status"] for entry in report["replicas"]] == ["done", "fenced"]
+        assert {entry["name"]: entry["status"] for entry in report["replicas"]} == {
+            "replica-0": "done",
+            "replica-1": "fenced",
+        }
         assert follower.client.membership.following._valid_until <= leader.loop.time()
 
 

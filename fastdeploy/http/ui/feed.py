@@ -155,7 +155,8 @@ class Feed:
         """Return what a message of a gateway says about all replicas."""
         if self._fleet is None:
             return {}
-        listed = [{name: entry[name] for name in OF_REPLICA} for entry in self._fleet.describe()]
+        entries = [replica.describe() for replica in self._fleet.replicas.values()]
+        listed = [{name: entry[name] for name in OF_REPLICA} for entry in entries]
         return {"replica": self._replica, "replicas": listed}
 
     def _begin_anew(self) -> None:
