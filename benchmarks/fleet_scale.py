@@ -57,7 +57,7 @@ class Used(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What one event took. seconds: on the clock. leader_s: CPU of the gateway that leads at the end. others_s,
+    """The costs of one event. seconds: on the clock. leader_s: CPU of the gateway that leads at the end. others_s,
     relays_s, engines_s: mean CPU of one of the others, one relay, one engine. messages, sent_bytes: of all hosts."""
 
     seconds: float

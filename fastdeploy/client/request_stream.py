@@ -11,7 +11,7 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class Reader:
-    """What wakes the one task that reads some streams."""
+    """The bell of the one task that reads some streams: it wakes the task."""
 
     def __init__(self) -> None:
         self._is_woken = False

@@ -1,4 +1,4 @@
-"""What each process of this package sets up at its start, and reads about itself, other processes and its machine.
+"""The start of each process of this package, and facts about itself, other processes and its machine.
 
 The environment variables of the C++ ops (FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are in
 model_executor/ops/cpu_library.py, those of keys in http/guards/keys.py and inter_communicator/fleet_key.py.

@@ -139,8 +139,8 @@ class Ending(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """What sampled the output tokens from index ``start`` on: the weights, and whether they go on over KV that they
-    have not begun (Span.recomputed)."""
+    """The weights that sampled the output tokens from index ``start`` on, and whether they went on over KV that other
+    weights have begun (Span.recomputed)."""
 
     start: int
     served: ServedWeights

@@ -38,7 +38,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class RollPhase(Enum):
-    """What a rolling change replaces now. FAILED: it went back to the settings from before, or could not even do
+    """The part of the fleet that a rolling change replaces now. FAILED: it went back to the settings from before, or could not even do
     that."""
 
     REPLICAS = "replicas"

@@ -92,7 +92,7 @@ class Membership:
 
     @property
     def view(self) -> FleetView:
-        """What all gateways of the fleet know."""
+        """The view of the fleet that all of its gateways have."""
         return self.views.view if self.leadership.leads else self.following.view
 
     @property

@@ -60,7 +60,7 @@ class Home(Seen):
 
 
 class Wanted(NamedTuple):
-    """What the choice of a replica depends on. group: key of the requests that have the same prompt, or are prompts of
+    """The facts of a request on which the choice of its replica depends. group: key of the requests that have the same prompt, or are prompts of
     the same call. length: tokens of the prompt. num: choices."""
 
     session: str

@@ -46,7 +46,7 @@ class Host:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """What is begun in this context, and what follows from it, runs on this host."""
+        """Let the tasks and callbacks that begin in this context run on this host."""
         before = HOST.set(self)
         try:
             yield
