@@ -38,8 +38,8 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class RollPhase(Enum):
-    """The part of the fleet that a rolling change replaces now. FAILED: it went back to the settings from before, or could not even do
-    that."""
+    """The part of the fleet that a rolling change replaces now. FAILED: it went back to the settings from before, or
+    could not even do that."""
 
     REPLICAS = "replicas"
     GATEWAYS = "gateways"

@@ -60,8 +60,8 @@ class Home(Seen):
 
 
 class Wanted(NamedTuple):
-    """The facts of a request on which the choice of its replica depends. group: key of the requests that have the same prompt, or are prompts of
-    the same call. length: tokens of the prompt. num: choices."""
+    """The facts of a request on which the choice of its replica depends. group: key of the requests that have the same
+    prompt, or are prompts of the same call. length: tokens of the prompt. num: choices."""
 
     session: str
     group: str
