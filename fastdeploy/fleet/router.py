@@ -173,6 +173,8 @@ class Router:
         """Return the route to one of ``replicas`` that serves weights not older than ``epoch``, or None if none may
         have the request now. move_factor: of sessions, see MOVE_FACTOR. Takes time in proportion to the replicas,
         unless the session's own is clearly cheap."""
+        if not replicas:  # a gateway whose view has ended has members, and may send them nothing
+            return None
         length = wanted.length
         home = _recall(self._sessions, wanted.session, self._max_sessions) if wanted.session else None
         # The first request of a session goes as one without a session: to the other samples of its prompt.

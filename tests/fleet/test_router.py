@@ -134,6 +134,13 @@ def test_the_home_of_a_session_that_drains_or_is_lost_gets_nothing_new(replicas)
         assert place(router, make_request(session="s"), [r for r in replicas if r is not replicas[0]]) != "r0"
 
 
+def test_a_member_that_is_remembered_gets_nothing_while_the_gateway_may_not_send(replicas):
+    router = Router()
+    assert place(router, make_request(session="s"), replicas) == "r0"
+    assert place(router, make_request(session="s"), []) is None
+    assert place(router, make_request(), []) is None
+
+
 def test_old_sessions_are_forgotten(replicas):
     router = Router(max_sessions=2)
     for name in "abc":
