@@ -23,15 +23,14 @@ from fastdeploy.fleet.dispatch import Dispatcher, Lookups
 from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.homes import Homes
 from fastdeploy.fleet.launcher import Launcher
+from fastdeploy.fleet.leader_calls import LeaderCalls
 from fastdeploy.fleet.membership import MakeConnector, Membership
-from fastdeploy.fleet.operators import operate
 from fastdeploy.fleet.peers import PeerLink, Peers
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
-from fastdeploy.fleet.replica import Replica, ReplicaState
+from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.known_messages import lacking
 
 if TYPE_CHECKING:
     import httpx
@@ -59,10 +58,11 @@ class FleetClient:
         self.membership = Membership(config, launcher, connector, self._members_changed, self.peers)
         self._control = FleetControl(config, self.membership, self._end_requests)
         self.membership.following.end_requests = self._end_requests
+        self.leader_calls = LeaderCalls(config, self.membership, self._control, self.peers)
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
-        self._lookups = Lookups(state, members, self._make, self._looked_up)
+        self._lookups = Lookups(state, members, self.leader_calls.make, self._looked_up)
         address, ready = self.peers.endpoint if self.peers is not None else "", self._lookups.ready
         self._homes = Homes(self.router, self._takers, address, lambda: self.membership.view.gateways, self._ask)
         self._dispatcher = Dispatcher(config, self._homes, self._takers, self._max_waiting, ready, self._least_epoch)
@@ -71,10 +71,6 @@ class FleetClient:
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
         self._without_members_since = 0.0  # on the event loop's clock
-        self._has_led = False
-        self._begun = asyncio.Event()  # no call that changes a state waits from then on,
-        self._led = asyncio.Event()  # but for a gateway that leads, if there are several
-        self._in_order, self._calls_in_order = asyncio.Lock(), asyncio.Lock()
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()
         self.welcome: m.Welcome | None = None
@@ -106,15 +102,7 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
-        leads = self.membership.leadership.leads
-        if self.membership.quorum or (self._has_led and not leads):
-            self._begun.set()
-        self._has_led = self._has_led or leads
-        may_join = self._may_join(ReplicaState.JOINING, ReplicaState.FENCED)
-        if self.membership.following.leader or (leads and (self.membership.quorum or not may_join)):
-            self._led.set()  # a gateway that has just begun to lead has its members back in a moment
-        else:
-            self._led.clear()
+        self.leader_calls.members_changed()
         self._control.rearm()
         members, self._open = self.membership.quorum, self.membership.open
         boot_id = self.membership.boot_id
@@ -130,18 +118,14 @@ class FleetClient:
             self.connected.clear()
         self._dispatcher.send_waiting()
 
-    def _may_join(self, *states: ReplicaState) -> bool:
-        """Return whether a replica in one of these states may become a member."""
-        return any(r.state in states and not r.blocked for r in self.membership.replicas.values())
-
     @property
     def loading(self) -> None:
         """See EngineClient. Each replica says so itself."""
 
     @property
     def missing_because(self) -> str:
-        """Why there is no member."""
-        return self.membership.leadership.why or "every replica is lost, or has not joined yet"
+        """See EngineClient."""
+        return self.membership.missing_because
 
     def _takers(self) -> list[Replica]:
         """Return the replicas that take new requests now: of a gateway that follows, only while its view is valid."""
@@ -168,7 +152,7 @@ class FleetClient:
         """Return the Welcome of the fleet. In a gateway that starts, wait for its first member. If the fleet has lost
         its last member, a request may wait for the next one, so this is no error for ``failover_s`` seconds. Raises
         EngineDead after these times, and while another gateway leads."""
-        await self._until_begun()
+        await self.leader_calls.until_begun()
         if not self.connected.is_set():
             waited_s = asyncio.get_running_loop().time() - self._without_members_since
             leads = self.membership.leadership.leads or self.peers is not None  # or may lead soon
@@ -291,57 +275,12 @@ class FleetClient:
         """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
-        if self.peers is None:
-            waits = not args.reads and not isinstance(args, m.ReplicaArgs)
-        else:
-            leads, members = self.membership.leadership.leads, self.membership.quorum
-            waits = not args.reads or (leads and not members and self._may_join(ReplicaState.JOINING))
-        if waits:
-            await self._until_led()
+        await self.leader_calls.until_ready(args)
         if isinstance(args, m.LoadAdapterArgs):
             with self._lookups.loading(args.lora_name):
                 await self._lookups.settled(args.lora_name)
                 return await self._call(args)
         return await self._call(args)
-
-    async def _make(self, args: m.Args) -> dict[str, Any]:
-        """Make a call here, or let the gateway that leads make it."""
-        is_operators = isinstance(args, m.ReplicaArgs)
-        while True:
-            leader = self.membership.following.leader
-            if not leader or args.reads or not (args.leader_only or is_operators):
-                if isinstance(args, m.ReplicaArgs):
-                    return await operate(self.membership, args)
-                return await self._control.call(args)
-            assert self.peers is not None
-            there = self.peers.client(leader)
-            if there.welcome is not None and (missing := lacking(args, there.welcome.knows)):
-                what = f"the gateway that leads (version {there.welcome.software}) does not know {', '.join(missing)}"
-                raise errors.FleetMixed(what, cannot={leader: missing})
-            try:
-                return await there.call(args)
-            except errors.NotLeader as refusal:
-                if refusal.detail.get("began", True):
-                    raise
-                await self._until_led()
-            except errors.EngineError as error:
-                if there.connected.is_set():  # it is the gateway's answer
-                    raise
-                why = f"the gateway that leads was lost during the call, which may have been made: {error.message}"
-                raise errors.EngineDead(why) from error
-
-    async def describe_replicas(self) -> list[dict[str, Any]]:
-        """Return the entries of GET /v1/replicas as the gateway that leads knows them; if it does not tell, as this one
-        does."""
-        if self.peers is not None and (leader := self.membership.following.leader):
-            try:
-                async with asyncio.timeout(self._config.fence_after_s):
-                    reply = await self.peers.client(leader).call(m.ReplicaArgs("list"))
-            except (errors.FastDeployError, TimeoutError):
-                pass
-            else:
-                return list(reply["replicas"])
-        return list((await operate(self.membership, m.ReplicaArgs("list")))["replicas"])
 
     async def _answer_peer(self, gateway: str, args: m.Args) -> dict[str, Any]:
         """Answer a call of another gateway."""
@@ -366,7 +305,7 @@ class FleetClient:
         if isinstance(args, m.AbortArgs) and not self.membership.quorum:  # the call fails, but ends what waits
             self._end_requests(args).failed = True
         try:
-            return await self._make(args)
+            return await self.leader_calls.make(args)
         finally:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
@@ -391,29 +330,6 @@ class FleetClient:
             self.membership.leadership.require()
         member = next(iter(self.membership.quorum), None)
         return member if member is not None and is_remote(member) else None
-
-    async def _until_begun(self) -> None:
-        """Wait until the fleet has had a member, or another gateway led after this one. Returns in the order of the
-        calls. Raises EngineDead after the time that a gateway may need to take the place of one that died."""
-        await self._until(self._begun, self._in_order)
-
-    async def _until_led(self) -> None:
-        """Wait for a gateway that leads, as :meth:`_until_begun` does."""
-        await self._until_begun()
-        if self.peers is None:
-            self.membership.leadership.require()
-        else:
-            await self._until(self._led, self._calls_in_order)
-
-    async def _until(self, event: asyncio.Event, in_order: asyncio.Lock) -> None:
-        try:
-            async with asyncio.timeout(self._config.rebuild_s + self._config.lease_s), in_order:
-                while not event.is_set():  # it may be cleared again before this goes on
-                    await event.wait()
-        except TimeoutError:
-            raise errors.EngineDead(f"no replica is ready: {self.missing_because}") from None
-        if self.closing.is_set() and not self.connected.is_set():
-            raise errors.EngineDead("the server is shutting down")
 
     def _end_requests(self, args: m.Args, before: float | None = None) -> EndingCall:
         """Add the call to the requests that it ends, and end what of them is at no replica. In one turn of the event
@@ -440,8 +356,7 @@ class FleetClient:
     async def abort_open(self, bound_s: float) -> None:
         """Abort every open request, at the end of this process. See EngineClient.abort_open."""
         self.closing.set()
-        self._begun.set()
-        self._led.set()
+        self.leader_calls.close()
         to_abort = [relay.client_id for relay in self._relays.values() if not relay.outer.fingerprint]
         if to_abort and self.membership.quorum:
             try:

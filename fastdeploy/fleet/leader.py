@@ -50,7 +50,7 @@ class GatewayLeadership:
     at that address for as long as it leads, and returns whether it led.
 
     fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads, as far as it knows. why: why
-    not."""
+    not. deposed: set when it has stepped down, until it tries to lead again."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GatewayLeadership:
         self._address = address
         self._follow = follow
         self._moved = asyncio.Event()
-        self._deposed = asyncio.Event()
+        self.deposed = asyncio.Event()
         self._resigned = False
         self.controller = uuid.uuid4().hex
         self.fleet = ""
@@ -103,7 +103,7 @@ class GatewayLeadership:
         if self.leads:
             self.leads, self.why = False, why
             logger.warning("this gateway steps down: %s", why)
-            self._deposed.set()
+            self.deposed.set()
             self._end(why)
 
     def resign(self) -> None:
@@ -130,7 +130,7 @@ class GatewayLeadership:
         """Lead, and lead again after each time that another gateway led, until :meth:`resign` or until this is
         cancelled."""
         while not self._resigned:
-            self._deposed.clear()
+            self.deposed.clear()
             reports = await self._become_leader()
             self.leads, self.why = True, ""
             self._sure_until = asyncio.get_running_loop().time() + self._config.lease_s / 2  # until the first renewal
@@ -230,14 +230,14 @@ class GatewayLeadership:
 
     async def _keep(self) -> None:
         """Renew the lease on all engines until another gateway leads."""
-        while not self._deposed.is_set():
+        while not self.deposed.is_set():
             revision = -1 if self._state.changing else self._state.revision
             led = [replica for replica in self._connected() if self._is_led(replica)]
             renewal = Renewal(asyncio.get_running_loop().time() + self._config.lease_s, len(led))
             for replica in led:
                 self._renew(replica, revision, renewal)
             try:
-                await asyncio.wait_for(self._deposed.wait(), self._config.lease_s / 3)
+                await asyncio.wait_for(self.deposed.wait(), self._config.lease_s / 3)
             except TimeoutError:
                 continue
 

@@ -106,6 +106,11 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica.client.connected.is_set()]
 
     @property
+    def missing_because(self) -> str:
+        """Why there is no member."""
+        return self.leadership.why or "every replica is lost, or has not joined yet"
+
+    @property
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
         return self.state.boot_id

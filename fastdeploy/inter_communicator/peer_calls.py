@@ -31,7 +31,6 @@ class ReplicaArgs(Args, frozen=True):
     {"replicas": all entries}."""
 
     gateways_only = True
-    leader_only = False
 
     action: str
     name: str = ""

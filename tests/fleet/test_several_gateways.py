@@ -82,14 +82,15 @@ def test_a_call_waits_on_if_the_members_are_gone_again_when_it_may_begin(fleet):
     client = fleet.leader.client
 
     async def waits() -> bool:
-        client._led.clear()
+        led = client.leader_calls.led
+        led.set(False)
         call = asyncio.create_task(client.call(m.ResetCacheArgs()))
         await asyncio.sleep(0.05)
-        client._led.set()  # as at the begin of a leadership, while one member after the other is to join again
-        client._led.clear()
+        led.set(True)  # as at the begin of a leadership, while one member after the other is to join again
+        led.set(False)
         await asyncio.sleep(0.05)
         waits = not call.done()
-        client._led.set()
+        led.set(True)
         await call
         return waits
 

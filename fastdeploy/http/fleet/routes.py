@@ -125,7 +125,7 @@ def fleet_router(context: ServingContext) -> APIRouter:
 async def entries_of(context: ServingContext, request: Request) -> list[dict[str, Any]]:
     """Return an entry for each replica, as Replica.describe makes them."""
     if isinstance(context.client, FleetClient):
-        return await context.client.describe_replicas()
+        return await context.client.leader_calls.describe_replicas()
     itself = Placement(log_name() or ALONE, "", str(request.base_url).rstrip("/"), host_id())
     try:
         return [describe(itself, ReplicaState.MEMBER, "", await context.client.call(m.FleetStateArgs()))]
