@@ -153,21 +153,6 @@ def test_a_replica_that_this_gateway_may_not_use_is_not_taken_from_the_home():
     asyncio.run(run())
 
 
-def test_a_gateway_that_may_send_no_request_has_no_route_for_a_known_session_either():
-    async def run() -> None:
-        doors = Doors(2)
-        add = make_request(session="s")
-        home = doors.home_of(add)
-        (door,) = doors.others(home)
-        assert await doors.place(door, add) is not None
-        doors.replicas[door] = []
-        assert await doors.place(door, add) is None
-        doors.replicas[home] = []
-        assert await doors.place(home, add) is None
-
-    asyncio.run(run())
-
-
 def test_a_gateway_that_has_seen_an_old_turn_does_not_make_the_home_forget_the_later_ones():
     async def run() -> None:
         doors = Doors(3)
