@@ -11,6 +11,7 @@ parent keeps how far it is, so any gateway can carry it on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -277,14 +278,15 @@ class LocalLauncher:
         self._task.result()  # raises the error of a message that cannot be read
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            match msgspec.json.decode(line, type=Placements | Answer):
-                case Placements(replicas=replicas, roll=roll):
-                    self._now, self.roll = replicas, roll
-                    self._changed.set()
-                case Answer(ask_id=ask_id) as answer:
-                    if (future := self._asked.pop(ask_id, None)) and not future.done():
-                        future.set_result(answer)
+        with contextlib.suppress(ConnectionError):  # of a parent that has died before it read all
+            while line := await reader.readline():
+                match msgspec.json.decode(line, type=Placements | Answer):
+                    case Placements(replicas=replicas, roll=roll):
+                        self._now, self.roll = replicas, roll
+                        self._changed.set()
+                    case Answer(ask_id=ask_id) as answer:
+                        if (future := self._asked.pop(ask_id, None)) and not future.done():
+                            future.set_result(answer)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead("the process that starts the replicas has died"))

@@ -90,13 +90,18 @@ async def test_a_refusal_of_the_parent_is_an_error_of_the_call(pair):
         await remove
 
 
-async def test_the_death_of_the_parent_fails_open_calls_and_is_told(pair):
+@pytest.mark.parametrize("reads", [True, False])
+async def test_the_death_of_the_parent_fails_open_calls_and_is_told(pair, reads):
     add = asyncio.create_task(pair.launcher.add())
-    await pair.asked()
+    if reads:
+        await pair.asked()
+    else:
+        await asyncio.sleep(0)  # the call is sent
     pair.parent.close()
-    with pytest.raises(EngineDead):
-        await add
-    await pair.lost.wait()
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineDead):
+            await add
+        await pair.lost.wait()
     with pytest.raises(EngineDead):
         await pair.launcher.add()
 
