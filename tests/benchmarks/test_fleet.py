@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +18,10 @@ from benchmarks.lib.fleet.engines import FakeEngines
 from benchmarks.lib.fleet.loads import COSTS, ENGINE, Load, alone_s, make_agents, make_rollouts
 from benchmarks.lib.fleet.runner import Costs, expected_tokens
 from benchmarks.lib.fleet.virtual import run_virtually
+from e2e.server import until
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineDead
+from fastdeploy.core.process import is_alive
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.launcher import Placement
@@ -78,6 +84,31 @@ def test_a_stopped_engine_goes_on_where_it_was(engines):
         await client.close()
 
     asyncio.run(run())
+
+
+PROGRAM = """
+import time
+from benchmarks.lib.fleet.engines import FakeEngines
+if __name__ == "__main__":
+    engines = FakeEngines()
+    engines.start(2)
+    engines.stop(1)
+    print(*(process.pid for process in engines._processes.values()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_engines_even_stopped_ones_end_when_their_program_is_killed(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True, env=environment) as program:
+        assert program.stdout is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_alive, pids))
+        program.kill()
+    until(lambda: not any(map(is_alive, pids)), 20, "the engines have ended")
 
 
 def test_each_seed_has_its_own_sessions_with_a_heavy_tail():

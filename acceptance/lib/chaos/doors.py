@@ -7,7 +7,6 @@ that is started again answers at the same addresses. It restarts engines for the
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.lib.fleet.engines import PR_SET_PDEATHSIG, EngineLauncher
+from benchmarks.lib.fleet.engines import EngineLauncher, end_with_program
 from fastdeploy.bench.client import Client, Reply, WireError
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.listener import bind, url_of
@@ -50,7 +49,7 @@ def run_door(
     begin: Callable[[], None],
 ) -> None:
     """Run a gateway until its process is killed or asked to end. address: for the other gateways. begin: see Doors."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the process that it was forked from
+    end_with_program()
     logging.disable(logging.CRITICAL)  # it tells of each replica that goes
     collect_rarely()
     begin()
@@ -205,7 +204,4 @@ def code_of(reply: Reply) -> str:
     return str(error.get("code", "")) if isinstance(error, dict) else ""
 
 
-if multiprocessing.parent_process() is None:  # here, and not in the process that gateways are forked from
-    SPAWN.set_forkserver_preload(
-        [__name__, "benchmarks.lib.fleet.engines", "benchmarks.lib.report", "fastdeploy.http.app"]
-    )
+SPAWN.set_forkserver_preload([__name__, "benchmarks.lib.fleet.engines", "benchmarks.lib.report", "fastdeploy.http.app"])

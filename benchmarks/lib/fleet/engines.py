@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import logging
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,18 @@ class EngineOrder(msgspec.Struct, frozen=True):
     config: EngineConfig
 
 
+def end_with_program() -> None:
+    """Let the system kill this process when the program that started it ends, in whatever way. It is killed when the
+    process that it was forked from ends; and that one ends when nobody has a certain pipe open any more. Only the
+    program may have it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+
+
 def run_engine(order: EngineOrder, slowness: Any, bound: Any) -> None:
     """Run an engine until its process is killed. slowness: of each engine, by number. bound: released when the engine
     has bound its socket."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the process that it was forked from
+    end_with_program()
     logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
     runner = SleepingRunner(order.costs, lambda: slowness[order.number])
     transport = ZmqRouterTransport(order.endpoint)
@@ -232,9 +240,6 @@ class EngineLauncher(WithoutRoll):
         self.harmed.pop(name, None)
 
 
-if multiprocessing.parent_process() is None:  # here, and not in the process that engines are forked from
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # The engine itself, and what the programs import, since each process imports the module that was run.
-    SPAWN.set_forkserver_preload([__name__, "uvloop", "benchmarks.lib.report", "fastdeploy.fleet.client"])
-else:
-    gc.freeze()
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+# The engine itself, and what the programs import, since each process imports the module that was run.
+SPAWN.set_forkserver_preload([__name__, "uvloop", "benchmarks.lib.report", "fastdeploy.fleet.client"])
