@@ -64,7 +64,7 @@ def refusal(h: Harness, args: m.Args, client: str = "a") -> m.Failure:
 
 
 def test_every_call_says_who_may_make_it_and_every_call_that_needs_the_leader_is_tried_here():
-    calls = set(m.Args.__subclasses__())
+    calls = {call for call in m.Args.__subclasses__() if not call.gateways_only}  # engines take the others
     assert {call for call in calls if call.leader_only and not call.reads} == {type(args) for args in CHANGES}
     assert all(args.needs_leader() for args in CHANGES) and not any(args.needs_leader() for args in READS)
 
