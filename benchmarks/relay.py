@@ -1,12 +1,13 @@
 """Measure weights on their way to many hosts: ``python -m benchmarks.relay [--hosts 8] [--mbit 200]``, as root.
 
 Each host is a network namespace of this machine with one replica (``fastdeploy serve``), and has one link to a bridge.
-The gateway and the trainer have namespaces of their own. Every link carries ``--mbit`` in each direction, by a token
+Two gateways and the trainer have namespaces of their own. Every link carries ``--mbit`` in each direction, by a token
 bucket of the kernel (tc, tbf); there is no further delay. The model has random weights.
 
 In each round, in turn: one copy over one link; a chain of all hosts; one source sends a copy to each, all at once.
 These three send a file from the gateway's namespace to files of the replicas. Then the trainer uploads the weights to
-the gateway, from its first byte to the answer after the commit on all engines. Bytes are those of the interfaces.
+the gateway that leads, and then to the one that follows, from its first byte to the answer after the commit on all
+engines. Bytes are those of the interfaces.
 """
 
 from __future__ import annotations
@@ -41,16 +42,20 @@ SILENCE_S = 60.0
 KEY = "FASTDEPLOY_CONTROL_KEY"  # all processes have the same one
 SPEC = Spec("relay", dtype=BFLOAT16, tied=True, hidden=1024, inner=3072, heads=8, vocab=32768, max_len=512)
 WAYS = {"one": "one copy over one link", "chain": "a chain of all hosts", "each": "one source sends every copy"}
-UPLOAD = "upload to the gateway, and commit on all"
-HEADER = ("way", "s: median", "least", "most", "of one copy", "MB left: trainer", "gateway", "first host", "load")
+UPLOADS = {
+    "upload to the gateway that leads, and commit on all": "gateway",
+    "upload to the gateway that follows, and commit on all": "follower",
+}
+WATCHED = ("trainer", "gateway", "follower", "host0")
+HEADER = ("way", "s: median", "least", "most", "of one copy", "MB left: trainer", *WATCHED[1:], "load")
 
 
 class Row(NamedTuple):
-    """One measurement: seconds, and the megabytes that left the trainer, the gateway and the first host."""
+    """One measurement: seconds, and the megabytes that left each of WATCHED."""
 
     way: str
     seconds: float
-    megabytes: tuple[float, float, float]
+    megabytes: list[float]
     load: float
 
 
@@ -151,7 +156,8 @@ def upload(url: str, path: str) -> float:
 
 
 class Fleet:
-    """One replica in each namespace of a host, and a gateway."""
+    """One replica in each namespace of a host, and two gateways, of which the first one leads. gateways: their URLs, by
+    the names of their namespaces."""
 
     def __init__(self, net: Network, folder: Path, hosts: list[str], stack: contextlib.ExitStack):
         key = folder / "key"
@@ -168,21 +174,24 @@ class Fleet:
             servers.append(stack.enter_context(_server(name, "serve", *common, *engine, *place)))
             replicas += ["--replica", f"{endpoint}=http://{address}:{servers[-1].port}"]
         self.urls = [f"http://{net.addresses[name]}:{s.port}" for name, s in zip(hosts, servers, strict=True)]
-        uploads = folder / "uploads-gateway"
-        uploads.mkdir()
-        own = ("--host", net.addresses["gateway"], "--upload-dir", str(uploads))
-        servers.append(stack.enter_context(_server("gateway", "fleet", *common, *replicas, *own)))
-        self.gateway = f"http://{net.addresses['gateway']}:{servers[-1].port}"
+        self.gateways: dict[str, str] = {}
         self._servers = servers
+        for name in UPLOADS.values():
+            uploads, address = folder / f"uploads-{name}", net.addresses[name]
+            uploads.mkdir()
+            own = ("--host", address, "--upload-dir", str(uploads), "--gateway-endpoint", f"tcp://{address}:9000")
+            servers.append(stack.enter_context(_server(name, "fleet", *common, *replicas, *own)))
+            self.gateways[name] = f"http://{address}:{servers[-1].port}"
+            self.wait_members(name, len(hosts))
 
-    def wait_members(self, num: int) -> None:
-        """Wait until ``num`` replicas are members."""
-        deadline = time.monotonic() + READY_S
+    def wait_members(self, gateway: str, num: int) -> None:
+        """Wait until ``num`` replicas are members of a gateway."""
+        deadline, url = time.monotonic() + READY_S, f"{self.gateways[gateway]}/v1/replicas"
         while time.monotonic() < deadline:
             for server in self._servers:
                 server.require_running()
             with contextlib.suppress(httpx.TransportError, KeyError):
-                replicas = httpx.get(f"{self.gateway}/v1/replicas", timeout=10, headers=bearer()).json()["replicas"]
+                replicas = httpx.get(url, timeout=10, headers=bearer()).json()["replicas"]
                 if sum(replica["state"] == "member" for replica in replicas) == num:
                     return
             time.sleep(0.5)
@@ -203,32 +212,30 @@ def measure(args: argparse.Namespace) -> list[Row]:
     """Make the network and the fleet, and measure all ways in turn."""
     hosts = [f"host{i}" for i in range(args.hosts)]
     with contextlib.ExitStack() as stack:
-        net = stack.enter_context(network(["trainer", "gateway", *hosts], args.mbit))
+        net = stack.enter_context(network(["trainer", *UPLOADS.values(), *hosts], args.mbit))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         fleet = Fleet(net, folder, hosts, stack)
-        fleet.wait_members(args.hosts)
         weights, rows = str(fleet.model / "model.safetensors"), []
         print(f"{args.hosts} hosts, {os.path.getsize(weights) / 1e6:.0f} MB, {args.mbit:g} Mbit/s", file=sys.stderr)
-        watched = ("trainer", "gateway", hosts[0])
         for _ in range(args.rounds):
-            for way in (*WAYS, UPLOAD):
-                before = [net.sent(name) for name in watched]
-                if way == UPLOAD:
-                    seconds = _child("trainer", "--upload", weights, fleet.gateway)
+            for way in (*WAYS, *UPLOADS):
+                before = [net.sent(name) for name in WATCHED]
+                if way in UPLOADS:
+                    seconds = _child("trainer", "--upload", weights, fleet.gateways[UPLOADS[way]])
                 else:
                     seconds = _child("gateway", "--send", way, weights, *fleet.urls)
-                sent = [(net.sent(name) - count) / 1e6 for name, count in zip(watched, before, strict=True)]
-                rows.append(Row(way, seconds, (sent[0], sent[1], sent[2]), os.getloadavg()[0]))
+                sent = [(net.sent(name) - count) / 1e6 for name, count in zip(WATCHED, before, strict=True)]
+                rows.append(Row(way, seconds, sent, os.getloadavg()[0]))
                 print(json.dumps(rows[-1]), file=sys.stderr)
     return rows
 
 
 def table(rows: list[Row]) -> str:
     cells, one = [], median(row.seconds for row in rows if row.way == "one")
-    for way in (*WAYS, UPLOAD):
+    for way in (*WAYS, *UPLOADS):
         mine = [row for row in rows if row.way == way]
         seconds = [row.seconds for row in mine]
-        middle, sent = median(seconds), [median(row.megabytes[i] for row in mine) for i in range(3)]
+        middle, sent = median(seconds), [median(row.megabytes[i] for row in mine) for i in range(len(WATCHED))]
         spread = [f"{value:.2f}" for value in (middle, min(seconds), max(seconds))]
         load = max(row.load for row in mine)
         cells.append([WAYS.get(way, way), *spread, f"{middle / one:.2f}", *(f"{mb:.0f}" for mb in sent), f"{load:.1f}"])

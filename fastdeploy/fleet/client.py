@@ -30,6 +30,7 @@ from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.staging import Staging
 from fastdeploy.inter_communicator import messages as m
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ class FleetClient:
         self._config = config
         self.peers = Peers(link, config, self._answer_peer, self._peer_gone) if link is not None else None
         self.membership = Membership(config, launcher, connector, self._members_changed, self.peers)
-        self._control = FleetControl(config, self.membership, self._end_requests)
+        self._staging = Staging(config, self.membership)
+        self._control = FleetControl(config, self.membership, self._staging, self._end_requests)
         self.membership.following.end_requests = self._end_requests
-        self.leader_calls = LeaderCalls(config, self.membership, self._control, self.peers)
+        self.leader_calls = LeaderCalls(config, self.membership, self._control, self._staging, self.peers)
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
         state, members = self.membership.state, lambda: self.membership.quorum
@@ -276,9 +278,10 @@ class FleetClient:
         the replicas that it is connected to, and raises NotLeader for all others. A gateway that starts lets them
         wait for its first member."""
         await self.leader_calls.until_ready(args)
-        if isinstance(args, m.LoadAdapterArgs):
-            with self._lookups.loading(args.lora_name):
-                await self._lookups.settled(args.lora_name)
+        made = args.call if isinstance(args, m.SentCallArgs) else args
+        if isinstance(made, m.LoadAdapterArgs):
+            with self._lookups.loading(made.lora_name):
+                await self._lookups.settled(made.lora_name)
                 return await self._call(args)
         return await self._call(args)
 
@@ -310,8 +313,8 @@ class FleetClient:
             self._dispatcher.send_waiting()  # the replicas may have newer weights now
 
     def sending_early(self, path: str, nbytes: int) -> AbstractAsyncContextManager[GrowingFile | None]:
-        """Send an upload to other hosts while it is received. See FleetControl."""
-        return self._control.sending_early(path, nbytes)
+        """Send an upload to other hosts while it is received. See Staging."""
+        return self._staging.sending_early(path, nbytes)
 
     def remote_export(self, tensors: Sequence[str]) -> AbstractAsyncContextManager[httpx.Response] | None:
         """Return the answer to GET /v1/weights/export of a member on another host; None = the member that answers

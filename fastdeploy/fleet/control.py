@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, NotLeader, from_wire
-from fastdeploy.core.files import open_regular
 from fastdeploy.core.weight_source import FileSource, FolderSource, Source
 from fastdeploy.fleet.call import Context
 from fastdeploy.fleet.calls import call_for
-from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.endings import ENDS, EndingCall
 from fastdeploy.fleet.membership import Membership
-from fastdeploy.fleet.remote import EarlySending, is_remote, must_send
+from fastdeploy.fleet.remote import Outcomes, is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
+from fastdeploy.fleet.staging import Staging, boot_id
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -30,17 +28,22 @@ class FleetControl:
     changes nothing, fences nobody, and has no members: it reads from the replicas that it is connected to. Use from one
     event loop only.
 
-    end_requests(args): ends what the call must end and what is at no replica; called when the call is sent."""
+    staging: of the sources of these calls. end_requests(args): ends what the call must end and what is at no replica;
+    called when the call is sent."""
 
     def __init__(
-        self, config: FleetConfig, membership: Membership, end_requests: Callable[[m.Args], EndingCall] = EndingCall
+        self,
+        config: FleetConfig,
+        membership: Membership,
+        staging: Staging,
+        end_requests: Callable[[m.Args], EndingCall] = EndingCall,
     ):
         self._config = config
         self._membership = membership
+        self._staging = staging
         self.state, self._views = membership.state, membership.views
         self._end_requests = end_requests
         self._runs: dict[RunningCall, None] = {}
-        self._early: dict[Source, EarlySending] = {}
         self._sleeping = asyncio.Lock()
         self._in_order = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -75,11 +78,12 @@ class FleetControl:
     async def _call(self, args: m.Args) -> dict[str, Any]:
         if isinstance(args, m.SleepArgs | m.WakeArgs):
             return await asyncio.shield(asyncio.ensure_future(self._call_in_turn(args)))
-        source = getattr(args, "source", None)
-        if isinstance(source, Source):
-            if any(must_send(replica, source) for replica in self._membership.quorum):
-                return await asyncio.shield(asyncio.ensure_future(self._call_staged(args, source)))
-            if isinstance(source, FolderSource):
+        if isinstance(args, m.SentCallArgs):
+            return await self._call_sent(args)
+        if isinstance(args, m.SourcedArgs):
+            if self._staging.needed(args.source):
+                return await asyncio.shield(asyncio.ensure_future(self._call_staged(args)))
+            if isinstance(args.source, FolderSource):
                 with self._explained():
                     return await asyncio.shield(self._start(args, {}))
         return await asyncio.shield(self._start(args, {}))
@@ -108,52 +112,39 @@ class FleetControl:
         async with self._sleeping:
             return await self._start(args, {})
 
-    async def _call_staged(self, args: m.Args, source: Source) -> dict[str, Any]:
-        """Send ``source`` to the other hosts, and make the call. A replica to which it cannot be sent is fenced. Raises
-        the first error with which an API server refuses it; then no engine has the call."""
+    async def _call_staged(self, args: m.SourcedArgs) -> dict[str, Any]:
+        """Send the source of a call to the other hosts, and make the call. Errors: see :meth:`_sources`; then no engine
+        has the call."""
         async with contextlib.AsyncExitStack() as files:
             with self._changing():  # a replica that joined now would not have the file
-                call = self._start(args, await self._stage(source, files))
+                outcomes = await self._staging.outcomes(args.source, self._staging.needed(args.source), files)
+                call = self._start(args, self._sources(outcomes))
             return await call
 
-    @contextlib.asynccontextmanager
-    async def sending_early(self, path: str, nbytes: int) -> AsyncIterator[GrowingFile | None]:
-        """Send an upload of ``nbytes`` bytes to the other hosts while the block receives it into the file ``path``, for
-        the call that names it as its source, and is made in the block. Yield the file, which the block tells what is
-        written; None = nobody needs it elsewhere."""
-        source = FileSource(path)
-        remote = [replica for replica in self._membership.quorum if must_send(replica, source)]
-        if not remote or not self._membership.leadership.leads:
-            yield None
-            return
-        fd = open_regular(path)
-        content = GrowingFile(fd, nbytes)
-        self._early[source] = EarlySending(self._membership.hosts, remote, content)
-        try:
-            yield content
-        finally:
-            await self._early.pop(source).close()
-            os.close(fd)
+    async def _call_sent(self, args: m.SentCallArgs) -> dict[str, Any]:
+        """Make a call whose source the gateway that got it has sent to the other hosts. See SentCallArgs."""
+        elsewhere = [replica for replica in self._membership.quorum if replica.placement.host != args.host]
+        boots = {replica.name: boot_id(replica) for replica in elsewhere}
+        copies = {name: copy for name, copy in args.copies.items() if copy.boot_id == boots.get(name)}
+        if uncopied := {name: boot for name, boot in boots.items() if name not in copies}:
+            return {"uncopied": uncopied}
+        outcomes = {name: _outcome(copy) for name, copy in copies.items()}
+        return await asyncio.shield(self._start(args.call, self._sources(outcomes)))
 
-    async def _stage(self, source: Source, files: contextlib.AsyncExitStack) -> dict[str, Source]:
-        remote = [replica for replica in self._membership.quorum if must_send(replica, source)]
-        early = self._early.get(source)
-        outcomes = await early.outcomes(remote) if early is not None else {}
-        if missing := [replica for replica in remote if replica.name not in outcomes]:
-            outcomes |= await files.enter_async_context(self._membership.hosts.staged(missing, source))
-        sources: dict[str, Source] = {}
-        refusal = None
-        for replica in remote:
-            outcome = outcomes[replica.name]
-            if isinstance(outcome, EngineError):
-                self.fence(replica, outcome.message)
-            elif isinstance(outcome, FastDeployError):
-                refusal = refusal or outcome
-            else:
-                sources[replica.name] = outcome
-        if refusal is not None:
-            raise refusal
-        return sources
+    def _sources(self, outcomes: Outcomes) -> dict[str, Source]:
+        """Return the sources of the replicas to which a source was sent, and fence those that could not be reached.
+        Raises the first error with which an API server has refused it. If no member would be left, raises the first
+        error of all, and fences nobody: the cause may be the host that has the source."""
+        errors = {name: error for name, error in outcomes.items() if isinstance(error, FastDeployError)}
+        for error in errors.values():
+            if not isinstance(error, EngineError):
+                raise error
+        members = {replica.name: replica for replica in self._membership.quorum}
+        if errors and members.keys() <= errors.keys():
+            raise next(iter(errors.values()))
+        for name in members.keys() & errors.keys():
+            self.fence(members[name], errors[name].message)
+        return {name: source for name, source in outcomes.items() if isinstance(source, FileSource)}
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -239,3 +230,8 @@ class FleetControl:
             except FastDeployError:  # no member has the session, or there is no member
                 continue
         self.rearm()
+
+
+def _outcome(copy: m.Copy) -> FileSource | FastDeployError:
+    failure = copy.failure
+    return FileSource(copy.path) if failure is None else from_wire(failure.code, failure.message, failure.detail)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, FleetMixed, NotLeader
+from fastdeploy.core.process import host_id
+from fastdeploy.core.weight_source import FileSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.operators import operate
 from fastdeploy.fleet.peers import Peers
 from fastdeploy.fleet.replica import ReplicaState
+from fastdeploy.fleet.staging import Staging
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.known_messages import lacking
 
@@ -38,14 +42,22 @@ class Gate:
 
 class LeaderCalls:
     """The calls that one gateway makes, or lets the gateway that leads make. control: makes them here.
-    peers: the other gateways; None = there is none.
+    staging: sends the sources of the others to other hosts. peers: the other gateways; None = there is none.
 
     begun: open from the first member on, and once another gateway has led after this one. led: open while a gateway
     leads that can make calls now. A gateway that has just begun to lead has its members back in a moment."""
 
-    def __init__(self, config: FleetConfig, membership: Membership, control: FleetControl, peers: Peers | None):
+    def __init__(
+        self,
+        config: FleetConfig,
+        membership: Membership,
+        control: FleetControl,
+        staging: Staging,
+        peers: Peers | None,
+    ):
         self._config = config
         self._membership = membership
+        self._staging = staging
         self._control = control
         self._peers = peers
         self._closing = False
@@ -91,11 +103,10 @@ class LeaderCalls:
                 return await self._control.call(args)
             assert self._peers is not None
             there = self._peers.client(leader)
-            if there.welcome is not None and (missing := lacking(args, there.welcome.knows)):
-                what = f"the gateway that leads (version {there.welcome.software}) does not know {', '.join(missing)}"
-                raise FleetMixed(what, cannot={leader: missing})
             try:
-                return await there.call(args)
+                if isinstance(args, m.SourcedArgs) and not args.source.on_every_host:
+                    return await asyncio.shield(asyncio.ensure_future(self._call_with_copies(leader, args)))
+                return await self._call(leader, args)
             except NotLeader as refusal:
                 if refusal.detail.get("began", True):
                     raise
@@ -105,6 +116,28 @@ class LeaderCalls:
                     raise
                 why = f"the gateway that leads was lost during the call, which may have been made: {error.message}"
                 raise EngineDead(why) from error
+
+    async def _call_with_copies(self, leader: str, args: m.SourcedArgs) -> dict[str, Any]:
+        """Send the source of a call to the other hosts, and let the gateway that leads make the call."""
+        copies: dict[str, m.Copy] = {}
+        missing = self._staging.needed(args.source)
+        async with contextlib.AsyncExitStack() as files:
+            while True:
+                outcomes = await self._staging.outcomes(args.source, missing, files)
+                copies |= {name: _copy(missing[name], outcome) for name, outcome in outcomes.items()}
+                report = await self._call(leader, m.SentCallArgs(args, host_id(), copies))
+                if "uncopied" not in report:
+                    return report
+                missing = report["uncopied"]
+
+    async def _call(self, leader: str, args: m.Args) -> dict[str, Any]:
+        """Let the gateway that leads make a call. Raises FleetMixed if its version does not know the call."""
+        assert self._peers is not None
+        there = self._peers.client(leader)
+        if there.welcome is not None and (missing := lacking(args, there.welcome.knows)):
+            what = f"the gateway that leads (version {there.welcome.software}) does not know {', '.join(missing)}"
+            raise FleetMixed(what, cannot={leader: missing})
+        return await there.call(args)
 
     async def describe_replicas(self) -> list[dict[str, Any]]:
         """Return the entries of GET /v1/replicas as the gateway that leads knows them; if it does not tell, as this one
@@ -129,3 +162,10 @@ class LeaderCalls:
             raise EngineDead(f"no replica is ready: {self._membership.missing_because}") from None
         if self._closing and not self._membership.quorum:
             raise EngineDead("the server is shutting down")
+
+
+def _copy(boot_id: str, outcome: FileSource | FastDeployError) -> m.Copy:
+    """Return what the gateway that leads is told of a source that was sent, or could not be sent, to one replica."""
+    if isinstance(outcome, FastDeployError):
+        return m.Copy(boot_id, failure=m.Failure(outcome.code, outcome.message, outcome.detail))
+    return m.Copy(boot_id, outcome.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,3 +28,11 @@ class Args(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     def needs_leader(self) -> bool:
         """Return whether an engine of a fleet takes this call from its gateway only."""
         return self.leader_only and not self.reads
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An exception of fastdeploy.core.errors on the wire."""
+
+    code: str
+    message: str
+    detail: dict[str, Any] = {}

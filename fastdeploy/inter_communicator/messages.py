@@ -4,7 +4,7 @@ A client sends ``ToEngine`` messages and receives ``ToClient`` messages. Both di
 FenceAck proves that the client has received everything that was sent before the Fence.
 """
 
-# ruff: noqa: F401  the calls of weight_calls are names of this module too
+# ruff: noqa: F401  the calls of weight_calls and peer_calls are names of this module too
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import msgspec
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.served_weights import WHOLE_ENGINE
-from fastdeploy.inter_communicator.control_call import Args
-from fastdeploy.inter_communicator.peer_calls import FollowArgs, PlaceArgs, ReplicaArgs
+from fastdeploy.inter_communicator.control_call import Args, Failure
+from fastdeploy.inter_communicator.peer_calls import Copy, FollowArgs, PlaceArgs, ReplicaArgs, SentCallArgs, SourcedArgs
 from fastdeploy.inter_communicator.weight_calls import (
     AbortUpdateArgs,
     AdaptersArgs,
@@ -362,14 +362,6 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[Output]
     load: Load | None = None
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """An exception of fastdeploy.core.errors on the wire."""
-
-    code: str
-    message: str
-    detail: dict[str, Any] = {}
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from fastdeploy.inter_communicator.control_call import Args
+import msgspec
+
+from fastdeploy.inter_communicator.control_call import Args, Failure
+from fastdeploy.inter_communicator.weight_calls import LoadAdapterArgs, UpdatePartArgs, UpdateWeightsArgs
+
+SourcedArgs = UpdateWeightsArgs | UpdatePartArgs | LoadAdapterArgs  # the calls that have a source
 
 
 class FollowArgs(Args, frozen=True):
@@ -60,3 +65,27 @@ class PlaceArgs(Args, frozen=True):
     began: float
     replica: str
     tokens: int
+
+
+class Copy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The copy of a source that one replica can read. boot_id: of the replica's engine for which it was made. path: of
+    the file. failure: why there is no copy; None = there is one."""
+
+    boot_id: str
+    path: str = ""
+    failure: Failure | None = None
+
+
+class SentCallArgs(Args, frozen=True):
+    """A call whose source only the processes of one host can read. The gateway that got the call is on that host. It
+    has sent the source to the other hosts, and keeps the files until the reply. The gateway that leads makes the call.
+    host: id of that host. copies: those for replicas on other hosts, by the name of the replica.
+
+    Reply: that of the call. Or {"uncopied": {name: boot id of the engine}}: these members need a copy, since they have
+    joined meanwhile. Then nothing has begun, and the call may be sent again with these copies, too."""
+
+    gateways_only = True
+
+    call: SourcedArgs
+    host: str
+    copies: dict[str, Copy]

@@ -94,9 +94,10 @@ class Server(testing.Server):
     """``fastdeploy serve`` with ``flags``, which checks its own integrity. settings: of fastdeploy.testing.Server."""
 
     words: tuple[str, ...] = ("fastdeploy.entrypoints.cli", "serve")
+    before: tuple[str, ...] = ()  # words of a command that runs the server
 
     def __init__(self, *flags: str, **settings: Any):
-        command = [sys.executable, "-m", *self.words, *flags]
+        command = [*self.before, sys.executable, "-m", *self.words, *flags]
         super().__init__(command, environment={"FASTDEPLOY_CHECK_INTEGRITY": "1"}, **settings)
         # Each call has a connection of its own, so that any API server may get it.
         self.http = httpx.Client(base_url=self.url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))

@@ -17,6 +17,7 @@ from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.running_call import RunningCall
+from fastdeploy.fleet.staging import Staging
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.view import Views
 from fastdeploy.inter_communicator import messages as m
@@ -63,7 +64,8 @@ class ControlStack:
         ]
         members = Members(config, self.replicas)
         self.fenced = members.fenced
-        self.control = FleetControl(config, cast(Membership, members))
+        membership = cast(Membership, members)
+        self.control = FleetControl(config, membership, Staging(config, membership))
         self._blocked: dict[int, threading.Event] = {}
 
     async def start(self) -> None:

@@ -186,15 +186,19 @@ class ThreadLauncher(WithoutRoll):
 
 
 class FakeGateway:
-    """A gateway at ``url``. config: of it. make_launcher: makes its launcher. make_link: to the other gateways."""
+    """A gateway at ``url``. config: of it. make_launcher: makes its launcher. make_link: to the other gateways. serve:
+    settings of ServeConfig."""
 
     def __init__(
         self,
         config: FleetConfig,
         make_launcher: Callable[[], Launcher],
         make_link: Callable[[], PeerLink | None] = lambda: None,
+        **serve: Any,
     ):
         self.config = config
+        defaults = {"model": "fake", "served_model_name": "tiny", "keepalive_s": 0.2, "model_roots": ("/",)}
+        self._serve_config = ServeConfig(**{**defaults, **serve})
         self._make_launcher, self._make_link = make_launcher, make_link
         self.start_gateway()
 
@@ -213,8 +217,7 @@ class FakeGateway:
         async def serve() -> None:
             connector = lambda placement: ZmqConnector(placement.endpoint)  # noqa: E731
             self.client = FleetClient(self.config, self._make_launcher(), connector, link=self._make_link())
-            config = ServeConfig(model="fake", served_model_name="tiny", keepalive_s=0.2, model_roots=("/",))
-            self._uvicorn = make_server(self.client, None, config)
+            self._uvicorn = make_server(self.client, None, self._serve_config)
             self.loop = asyncio.get_running_loop()
             self._made.set()
             await self._uvicorn.serve(sockets=[self._listener])

@@ -19,7 +19,8 @@ from fastdeploy.core.weight_source import FileSource
 from fastdeploy.fleet import chain
 from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.remote import EarlySending, Outcomes, RemoteHosts
+from fastdeploy.fleet.remote import Outcomes, RemoteHosts
+from fastdeploy.fleet.staging import EarlySending, boot_id
 from fastdeploy.http.guards.keys import Keys
 from support.tcp_proxy import Proxy
 
@@ -80,6 +81,10 @@ def replicas(hosts: Sequence[Host]) -> list[Any]:
     return [host.replica for host in hosts]
 
 
+def boots(hosts: Sequence[Host]) -> dict[str, str]:
+    return {host.replica.name: boot_id(host.replica) for host in hosts}
+
+
 async def until_no_file(*hosts: Host) -> None:
     """Wait until no upload is left."""
     async with asyncio.timeout(20):
@@ -127,9 +132,9 @@ async def test_bytes_are_passed_on_while_the_source_is_still_written(make_hosts,
     hosts = make_hosts(3)
     async with remote_hosts() as remote, half_sent(remote, hosts, weights) as (content, sending):
         content.advance(SIZE - SIZE // 2)
-        assert_complete(await sending.outcomes(replicas(hosts)), weights, ["r0", "r1", "r2"])
-        hosts[1].replica.client.welcome.boot_id = "started again"
-        assert (await sending.outcomes(replicas(hosts))).keys() == {"r0", "r2"}
+        assert_complete(await sending.outcomes(boots(hosts)), weights, ["r0", "r1", "r2"])
+        started_again = boots(hosts) | {"r1": "started again"}
+        assert (await sending.outcomes(started_again)).keys() == {"r0", "r2"}
     await until_no_file(*hosts)
 
 
@@ -158,7 +163,7 @@ async def test_the_host_before_a_lost_one_goes_around_it_from_the_last_byte_that
         else:
             hosts[at].proxy.flows.clear()
         content.advance(SIZE - content.written)
-        outcomes = await sending.outcomes(replicas(hosts))
+        outcomes = await sending.outcomes(boots(hosts))
         assert_complete(outcomes, weights, [f"r{i}" for i in range(3) if i != at])
         lost = outcomes[f"r{at}"]
         assert isinstance(lost, EngineDead) and f"replica r{at}: its API server" in lost.message
