@@ -12,17 +12,22 @@ import pytest
 from e2e.server import until
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead
+from fastdeploy.core.weight_source import FileSource, Source
+from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
+from fastdeploy.fleet.staging import boot_id
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeEngine, FakeGateway
-from fleet.gateways import QUICK, gateways, link_at
+from fleet.gateways import gateways, link_at
 from support.http_stack import Server
 from support.tcp_proxy import Proxy
 
 KEY = "secret"
 SIZE = 6 << 20  # more than the sockets between two hosts can hold
 ADAPTER = b"a3".ljust(SIZE)
+DONE = {"r0": "done", "r1": "done"}
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
@@ -67,7 +72,7 @@ class Fleet:
         assert self.leader.client.membership.leadership.leads
 
     def _gateway(self, address: str, folder: Path, key: str) -> FakeGateway:
-        config = QUICK.__class__(fleet_id="f", replica_key=key, fence_after_s=5.0, stall_s=5.0, lease_s=3.0)
+        config = FleetConfig(fleet_id="f", replica_key=key, fence_after_s=5.0, stall_s=5.0, lease_s=3.0)
         launcher = lambda: StaticLauncher([host.placement for host in self.hosts])  # noqa: E731
         return FakeGateway(config, launcher, lambda: link_at(address), upload_dir=str(folder))
 
@@ -146,7 +151,7 @@ def test_an_upload_at_a_follower_reaches_the_last_host_while_it_still_comes_and_
         until(lambda: last.received > SIZE // 2 - (1 << 20), 20, "half of it has come")
         yield data[SIZE // 2 :]
 
-    assert statuses(upload(fleet.follower, "early", halves())) == {"r0": "done", "r1": "done"}
+    assert statuses(upload(fleet.follower, "early", halves())) == DONE
     assert fleet.versions == ["early"] * 2
     assert all(SIZE < host.proxy.received < 1.1 * SIZE for host in fleet.hosts), "each byte once"
     fleet.wait_no_file()
@@ -159,8 +164,8 @@ def test_parts_and_adapters_at_a_follower_are_uploads_too(fleet, monkeypatch):
     for number in (1, 2):
         part = http.post(f"/v1/weights/chunk?session_id={session}", content=f"w{number}".encode(), headers=BYTES)
         assert part.status_code == 200, part.text
-    assert statuses(http.post("/v1/weights/commit", json={"session_id": session})) == {"r0": "done", "r1": "done"}
-    assert statuses(load(fleet.follower, ADAPTER)) == {"r0": "done", "r1": "done"}
+    assert statuses(http.post("/v1/weights/commit", json={"session_id": session})) == DONE
+    assert statuses(load(fleet.follower, ADAPTER)) == DONE
     assert fleet.versions == ["parts"] * 2
     fleet.wait_no_file()
 
@@ -186,7 +191,7 @@ def test_a_client_that_goes_away_leaves_no_file_and_no_session(fleet):
         upload(fleet.follower, "half", half())
     fleet.wait_no_file()
     until(lambda: not fleet.leader.client.membership.state.changing, 20, "nothing is open")
-    assert statuses(upload(fleet.follower, "whole", weights(2))) == {"r0": "done", "r1": "done"}
+    assert statuses(upload(fleet.follower, "whole", weights(2))) == DONE
     assert fleet.versions == ["whole"] * 2
 
 
@@ -206,10 +211,12 @@ def test_a_host_that_is_lost_in_an_upload_at_a_follower_is_fenced_and_the_others
 def test_a_follower_that_reaches_no_host_fences_nobody(fleet):
     for host in fleet.hosts:
         host.proxy.close()
+    lives = lambda: [fleet.leader.replica(name).lives for name in ("r0", "r1")]  # noqa: E731
+    before = lives()
     reply = upload(fleet.follower, "none", weights(4))
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead"), reply.text
-    assert [fleet.leader.replica(name).failures for name in ("r0", "r1")] == [0, 0]
-    assert fleet.leader.client.membership.quorum and fleet.versions == ["0"] * 2
+    assert lives() == before, "nobody was fenced"
+    assert fleet.versions == ["0"] * 2
 
 
 def test_a_wrong_key_of_a_follower_is_its_error_and_changes_nothing(make_fleet):
@@ -217,24 +224,42 @@ def test_a_wrong_key_of_a_follower_is_its_error_and_changes_nothing(make_fleet):
     reply = upload(fleet.follower, "wrong", weights(4))
     assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), reply.text
     assert fleet.versions == ["0"] * 2
-    assert statuses(upload(fleet.leader, "right", weights(5))) == {"r0": "done", "r1": "done"}
+    assert statuses(upload(fleet.leader, "right", weights(5))) == DONE
 
 
-def test_a_replica_that_has_joined_since_the_sending_began_gets_a_copy_of_its_own(fleet):
-    before = fleet.leader.replica("r1").client.welcome.boot_id
+def test_a_member_that_the_follower_does_not_count_yet_gets_a_copy_too(fleet, monkeypatch):
+    staging = fleet.follower.client._staging
+    needed = staging.needed
 
-    def is_back() -> bool:
-        replica = fleet.leader.replica("r1")
-        welcome = replica.client.welcome
-        return replica.in_quorum and welcome is not None and welcome.boot_id != before
+    def of_an_older_view(source: Source) -> dict[str, str]:
+        return {name: boot for name, boot in needed(source).items() if name != "r1"}
 
-    def restarted() -> Iterator[bytes]:
+    monkeypatch.setattr(staging, "needed", of_an_older_view)
+    http = fleet.follower.http
+    assert statuses(http.post("/v1/update_weights?version=both", content=b"w5", headers=BYTES)) == DONE
+    assert fleet.versions == ["both"] * 2
+    fleet.wait_no_file()
+
+
+def test_a_copy_for_an_earlier_engine_does_not_count(fleet):
+    stale = m.SentCallArgs(m.UpdateWeightsArgs(FileSource("/w1")), "host of the gateway", {"r0": m.Copy("earlier")})
+    uncopied = fleet.leader.run(fleet.leader.client.call(stale))["uncopied"]
+    assert uncopied == {name: boot_id(fleet.leader.replica(name)) for name in ("r0", "r1")}
+    assert fleet.versions == ["0"] * 2
+
+
+def test_a_replica_that_joins_after_the_sending_began_gets_a_copy(fleet):
+    fleet.hosts[1].kill()
+    for door in fleet.doors:
+        until(lambda door=door: len(door.client.membership.quorum) == 1, 20, "the loss is noticed")
+
+    def comes_back() -> Iterator[bytes]:
         yield ADAPTER[: SIZE // 2]
-        fleet.hosts[1].restart()
-        until(is_back, 20, "it has joined again")
+        fleet.hosts[1].start()
+        fleet.leader.wait_members(2)
         yield ADAPTER[SIZE // 2 :]
 
-    assert statuses(load(fleet.follower, restarted())) == {"r0": "done", "r1": "done"}
+    assert statuses(load(fleet.follower, comes_back())) == DONE
     fleet.wait_no_file()
 
 
@@ -249,7 +274,7 @@ def leads_instead(fleet: Fleet, data: bytes) -> Iterator[bytes]:
 
 
 def test_a_follower_that_leads_at_the_end_of_the_upload_makes_the_call_itself(fleet):
-    assert statuses(load(fleet.follower, leads_instead(fleet, ADAPTER))) == {"r0": "done", "r1": "done"}
+    assert statuses(load(fleet.follower, leads_instead(fleet, ADAPTER))) == DONE
     fleet.wait_no_file()
 
 
