@@ -15,6 +15,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._is_woken = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # asked for once: that is a system call
         self._waiter: asyncio.Future[None] | None = None
         self._streams: dict[RequestStream, None] = {}  # an ordered set
 
@@ -29,7 +30,8 @@ class Reader:
     async def wait(self) -> list[RequestStream]:
         """Return the streams that have something to read since the last call. May be empty."""
         if not self._is_woken:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             await self._waiter
         self._is_woken = False
         streams, self._streams = list(self._streams), {}

@@ -14,7 +14,7 @@ from fastdeploy.faults.injection import CURRENT, ConnectionBroken, Injection
 from fastdeploy.faults.rules import HEADER, Rule, read_headers
 from fastdeploy.faults.table import Place
 from fastdeploy.http.errors import RETRY_AFTER, error_response
-from fastdeploy.http.guards.connection_limits import CLOSE
+from fastdeploy.http.guards.connection_limits import CLOSE, SEND_PART
 
 ROUTE = "/v1/faults"
 NONE = "none"  # in place of a name: the request asked for a fault, and none happened
@@ -69,6 +69,7 @@ class FaultMiddleware:
         injection = Injection(scope["path"], asked, trace_id)
         CURRENT.set(injection)
         answer = Answer(injection, self._book, send)
+        scope["extensions"].pop(SEND_PART, None)  # the answer sees all parts
         self._num_requests += 1
         number = self._num_requests
         app: ASGIApp = self._app

@@ -23,6 +23,7 @@ from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.listener import bind
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import Sampled
+from fastdeploy.core.process import collect_rarely
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
@@ -47,7 +48,9 @@ def run_engine(endpoint: str, step_s: float) -> None:
     """Run the engine until its process ends."""
     runner = ClockRunner(Costs(step_s=step_s, num_blocks=4096, vocab_size=255))
     config = EngineConfig(model=MODEL, max_num_seqs=64)
-    CommonEngine(config, runner, ZmqRouterTransport(endpoint), uuid.uuid4().hex, drafter=NoDrafts()).run()
+    engine = CommonEngine(config, runner, ZmqRouterTransport(endpoint), uuid.uuid4().hex, drafter=NoDrafts())
+    collect_rarely()
+    engine.run()
 
 
 def main() -> None:
@@ -71,7 +74,9 @@ def main() -> None:
             client = FleetClient(settings, StaticLauncher(places), lambda place: ZmqConnector(place.endpoint))
         else:
             client = EngineClient(ZmqConnector(args.endpoints[0]), config.stall_s)
-        await make_server(client, tokenizer, config).serve(sockets=[bind("127.0.0.1", args.port)])
+        server = make_server(client, tokenizer, config)
+        collect_rarely()  # as every server of ours
+        await server.serve(sockets=[bind("127.0.0.1", args.port)])
 
     uvloop.run(serve())
 

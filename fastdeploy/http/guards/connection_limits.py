@@ -18,6 +18,9 @@ from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver, LingeringTransport
 
 CLOSE = "fastdeploy.close"  # an ASGI extension: closes the connection as it is
+# An ASGI extension: sends parts of a streamed body to the client. Middleware looks at the start and at the end of a
+# response only, and ten of them cost a token more than its own sending. One that needs the parts removes this.
+SEND_PART = "fastdeploy.send_part"
 WATCHED = "fastdeploy.client_left"  # an ASGI extension, set by a route that wants to know of a half-closed connection
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
@@ -107,7 +110,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Run ``app``. To a route that waits in :func:`client_left`, a half-closed connection looks like a closed one.
         The others send their answers."""
         extensions = scope.setdefault("extensions", {})
-        extensions[CLOSE] = self.transport.close
+        extensions |= {CLOSE: self.transport.close, SEND_PART: send}
 
         async def receive_or_end() -> Message:
             return {"type": "http.disconnect"} if self._half_closed and WATCHED in extensions else await receive()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fastdeploy.client.choice import ChoiceDelta
 from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.guards.connection_limits import client_left
+from fastdeploy.http.guards.connection_limits import SEND_PART, client_left
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -35,7 +35,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_watch(scope, receive, self.generation))
         try:
-            await self._answer(scope, receive, send)
+            # In a task of its own: a wait below all middleware would pass each of them at every token.
+            await asyncio.create_task(self._answer(scope, receive, send))
         finally:
             watch.cancel()
 
@@ -92,7 +93,8 @@ class EventStream(GenerationResponse):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, loop = self.generation, asyncio.get_running_loop()
-        self._sent_at = loop.time()
+        self._now, self._send_part = loop.time, scope.get("extensions", {}).get(SEND_PART, send)
+        self._sent_at = self._now()
         self._timer = loop.call_later(self._keepalive_s, self._check_idle)
         try:
             async with generation:
@@ -113,7 +115,7 @@ class EventStream(GenerationResponse):
         if deltas:
             payloads = [payload for index, delta in deltas for payload in await self._render(index, delta)]
             await self._send(send, b"".join(map(self._event, payloads)))
-        elif asyncio.get_running_loop().time() - self._sent_at >= self._keepalive_s:
+        elif self._now() - self._sent_at >= self._keepalive_s:
             await self._send(send, KEEP_ALIVE)
 
     def _event(self, payload: dict) -> bytes:
@@ -123,13 +125,13 @@ class EventStream(GenerationResponse):
         if not self._started:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             self._started = True
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sent_at = asyncio.get_running_loop().time()
+        await (self._send_part if more else send)({"type": "http.response.body", "body": body, "more_body": more})
+        self._sent_at = self._now()
 
     def _check_idle(self) -> None:
         """Wake the stream if it sent nothing for ``keepalive_s``. In any case, set the timer again."""
         loop = asyncio.get_running_loop()
-        left = self._sent_at + self._keepalive_s - loop.time()
+        left = self._sent_at + self._keepalive_s - self._now()
         if left <= 0:
             self.generation.nudge()
         self._timer = loop.call_later(left if left > 0 else self._keepalive_s, self._check_idle)
