@@ -10,17 +10,11 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import (
-    EngineError,
-    EngineStalled,
-    FleetMixed,
-    NotLeader,
-    ReplicaMisfit,
-    ReplicaNotFound,
-)
+from fastdeploy.core.errors import EngineError, EngineStalled, FleetMixed, ReplicaNotFound
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.follow import Following
-from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
+from fastdeploy.fleet.join import Joiner
+from fastdeploy.fleet.joins import RETRY_S, Joins, retry_s
 from fastdeploy.fleet.launcher import Launcher, Placement, Roll
 from fastdeploy.fleet.leader import GatewayLeadership
 from fastdeploy.fleet.peers import Peers
@@ -37,15 +31,14 @@ from fastdeploy.inter_communicator.transport import Connector
 
 logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
-RETRY_S, MAX_RETRY_S = 0.1, 10.0  # between two tries of a join, or two restarts
-JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Membership:
     """The replicas of one gateway: it follows the launcher, leads every replica, and lets it join; or it follows the
     gateway that leads, whose members are then its own. changed: called after each change of the members. connector:
     makes the connector to a replica's engine. peers: the other gateways; None = there is none. state: of the fleet.
-    hosts: of replicas elsewhere. views: for the others, while this gateway leads. following: while another one does."""
+    hosts: of replicas elsewhere. views: for the others, while this gateway leads. following: while another one does.
+    joins: those that are under way."""
 
     def __init__(
         self,
@@ -61,7 +54,6 @@ class Membership:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()  # errors of tasks
-        self._joins: dict[Replica, asyncio.Task[None]] = {}
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self._quorum: dict[str, Replica] = {}  # those in the states of a member, and those that are open, in the order
         self._open: dict[str, Replica] = {}  # of their joins
@@ -84,6 +76,7 @@ class Membership:
         self.hosts = RemoteHosts(config)
         transfer = Transfer(self.hosts, config.fence_after_s)
         self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
+        self.joins = Joins(config, self._joiner, self.state, self.leadership, self.fence, self._spawn)
 
     @property
     def quorum(self) -> list[Replica]:
@@ -286,7 +279,7 @@ class Membership:
         except Exception:  # the replica may be there all the same
             logger.exception("replica %s could not be restarted", replica.name)
         if replica.failures:  # the last restart did not help
-            await asyncio.sleep(_retry_s(replica.failures))
+            await asyncio.sleep(retry_s(replica.failures))
         replica.failures += 1
         await self._reconnect(replica)
 
@@ -296,16 +289,16 @@ class Membership:
         del self._restarts[replica]
         replica.connect_again(replica.placement, self._connector(replica.placement))
 
-    # ------------------------------------------------------------------ joins
+    # ------------------------------------------------------------------ changes of a replica
 
     def _replica_changed(self, replica: Replica) -> None:
         _keep(self._quorum, replica, replica.in_quorum)
         _keep(self._open, replica, replica.state is ReplicaState.MEMBER)
         if replica.state is ReplicaState.JOINING:
-            self._begin_join(replica)
+            self.joins.begin(replica)
             self.following.place(replica)
-        elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
-            join.cancel()
+        else:
+            self.joins.end(replica)
         if not replica.in_quorum:
             self.state.forget_replica(replica.name)
         if not self._quorum:
@@ -321,55 +314,6 @@ class Membership:
             else:
                 self._restart(replica, error.message)
 
-    def _begin_join(self, replica: Replica) -> None:
-        if self.leadership.leads and replica not in self._joins:
-            self._joins[replica] = self._spawn(self._join(replica))
-
-    async def _join(self, replica: Replica) -> None:
-        """Try until the replica is a member, or is restarted. Cancelled when it is lost."""
-        failures = 0
-        while self.leadership.leads:
-            state = self.state
-            revision = state.revision
-            try:
-                await self._joiner.bring(replica)
-            except EngineError as error:
-                if not replica.client.connected.is_set():
-                    return  # Replica handles its loss
-                replica.why, failures = error.message, failures + 1
-            except NotLeader as error:  # the lease of an earlier gateway runs there
-                replica.why = error.message
-                await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
-                continue
-            except (JoinBlocked, ReplicaMisfit) as error:  # a restart would not help
-                replica.why, replica.blocked = error.message, True
-                await self._wait_for_change(revision)
-                continue
-            except RestartNeeded as error:
-                self.fence(replica, error.message)
-                return
-            except Exception as error:
-                logger.exception("replica %s could not join", replica.name)
-                replica.why, failures = str(error), failures + 1
-            else:
-                # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet since.
-                replica.failures, replica.why, replica.blocked = 0, "", False
-                replica.advance(ReplicaEvent.JOINED)
-                self.leadership.confirm(replica, state.changes)
-                if replica.drains:
-                    replica.advance(ReplicaEvent.DRAIN)
-                return
-            if failures >= JOIN_TRIES:
-                self.fence(replica, f"it could not join: {replica.why}")
-                return
-            await asyncio.sleep(_retry_s(failures))
-
-    async def _wait_for_change(self, revision: int) -> None:
-        try:
-            await asyncio.wait_for(self.state.until(lambda: self.state.revision != revision), self._config.rebuild_s)
-        except TimeoutError:
-            return
-
     # ------------------------------------------------------------------ leadership
 
     def _begin(self, reports: Sequence[StateReport]) -> None:
@@ -381,15 +325,13 @@ class Membership:
         logger.info("the fleet serves %r, epoch %d", serving["version"], serving["weight_epoch"])
         for replica in self.replicas.values():
             if replica.state is ReplicaState.JOINING:
-                self._begin_join(replica)
+                self.joins.begin(replica)
         self.views.begin(self.leadership.term, {gateway for report in reports for gateway in report["gateways"]})
         self._changed()
 
     def _end(self, why: str) -> None:
         self.views.end(why)
-        for join in self._joins.values():
-            join.cancel()
-        self._joins.clear()
+        self.joins.end_all()
         self._depose([r for r in self.replicas.values() if r.in_quorum or r.state is ReplicaState.JOINING], why)
         self.state.end_weight_sessions()
         self._changed()
@@ -432,7 +374,3 @@ def _keep(replicas: dict[str, Replica], replica: Replica, is_one: bool) -> None:
         replicas.pop(replica.name, None)
     else:
         replicas.setdefault(replica.name, replica)
-
-
-def _retry_s(failures: int) -> float:
-    return min(RETRY_S * 2 ** min(failures, 10), MAX_RETRY_S)

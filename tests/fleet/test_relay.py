@@ -67,7 +67,7 @@ class Fleet:
         self.client = FleetClient(FleetConfig(fleet_id="f"), StaticLauncher([]), lambda placement: None)
         membership = self.client.membership
         membership.leadership.leads = True
-        membership._begin_join = lambda replica: None  # each replica joins at once, see connect
+        membership.joins.begin = lambda replica: None  # each replica joins at once, see connect
         self.replicas, self.engines = [], []
         for i in range(num):
             replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, membership._replica_changed)
