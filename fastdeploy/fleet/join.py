@@ -236,11 +236,9 @@ class Joiner:
         return boot_id
 
     async def _give_adapter(self, replica: Replica, adapter: FleetAdapter) -> None:
-        others = [
-            other for other in self._replicas.values() if other is not replica and other.client.connected.is_set()
-        ]
+        peers = [other for other in self._replicas.values() if other is not replica and _has_adapter(other, adapter)]
         try:
-            await self._transfer.give_adapter(replica, adapter, others)
+            await self._transfer.give_adapter(replica, adapter, peers)
         except WrongOrder as error:
             if self._is_lost():
                 self._forget_adapter(adapter)
@@ -272,6 +270,14 @@ class Joiner:
 def profile_of(replica: Replica) -> dict[str, Any]:
     """Return the facts that are the same on all replicas of a fleet: a request may go on at any of them."""
     return {field: replica.client.model_info.get(field) for field in PROFILE}
+
+
+def _has_adapter(replica: Replica, adapter: FleetAdapter) -> bool:
+    """Return whether a replica has an adapter of the fleet. All members do, and the others tell it when they join. So
+    the replicas of a join storm need not ask each other."""
+    copy = adapter.args.lora_name, adapter.fingerprint
+    told = ((a["lora_name"], a["fingerprint"]) for a in replica.report.get("adapters", ()))
+    return replica.client.connected.is_set() and (replica.in_quorum or copy in told)
 
 
 def _is_weaker(found: StateReport | None, wanted: m.PauseArgs) -> bool:

@@ -84,45 +84,39 @@ class Transfer:
 
     # ------------------------------------------------------------------ adapters
 
-    async def give_adapter(self, replica: Replica, adapter: FleetAdapter, others: Sequence[Replica]) -> None:
-        """Load ``adapter`` on ``replica``. The copies of other engines come first, and the source last, since the
-        trainer may have written another adapter to it. others: replicas that may have a copy. Raises WrongOrder, which
-        names the tries, if nobody can give it, and EngineError if the replica is lost."""
-        args = replace(adapter.args, prepare=True, replace=True, lookup=False, fingerprint=adapter.fingerprint)
-        paths = await asyncio.gather(*(self._copy_of(other, args) for other in others))
-        here = replica.placement.host
-        folders: list[Way] = []
-        downloads: list[Way] = []
-        for other, path in zip(others, paths, strict=True):
-            if path is None:
-                continue
-            shares_files = other.placement.host == here
-            if shares_files:
-                copy = contextlib.nullcontext(replace(args, source=FolderSource(path), config=None))
-                folders.append((f"from the copy of replica {other.name}", partial(_load, replica, adapter, copy)))
-            if not shares_files or here != host_id():
-                sent = self._sent(other, replica, args)
-                downloads.append((f"from replica {other.name}, over HTTP", partial(_load, replica, adapter, sent)))
-        source = ("from its source", partial(_load, replica, adapter, contextlib.nullcontext(args)))
-        what = f"adapter {args.lora_name!r} of epoch {adapter.epoch}"
-        await _try_each(replica, what, [*folders, *downloads, source])
+    async def give_adapter(self, replica: Replica, adapter: FleetAdapter, peers: Sequence[Replica]) -> None:
+        """Load ``adapter`` on ``replica``. The copies of other engines come first, one after the other, and the source
+        last, since the trainer may have written another adapter to it. peers: the replicas that have a copy. Raises
+        WrongOrder, which names the tries, if nobody can give it, and EngineError if the replica is lost."""
+        what = f"adapter {adapter.args.lora_name!r} of epoch {adapter.epoch}"
+        await _try_each(replica, what, self._ways_of_adapter(replica, adapter, peers))
 
-    async def _copy_of(self, other: Replica, args: m.LoadAdapterArgs) -> str | None:
-        """Return the folder in which another engine keeps the adapter, if it has the same adapter."""
-        with contextlib.suppress(FastDeployError, TimeoutError):
-            async with asyncio.timeout(self._ask_s):
-                copy = await other.client.call(m.ExportAdapterArgs(args.lora_name))
-            if copy["fingerprint"] == args.fingerprint:
-                return str(copy["path"])
-        return None
+    def _ways_of_adapter(self, replica: Replica, adapter: FleetAdapter, peers: Sequence[Replica]) -> Iterator[Way]:
+        args = replace(adapter.args, prepare=True, replace=True, lookup=False, fingerprint=adapter.fingerprint)
+        here = replica.placement.host
+        for peer in peers:
+            if peer.placement.host == here:
+                yield f"from the copy of replica {peer.name}", partial(_load, replica, adapter, self._kept(peer, args))
+        for peer in peers:
+            if peer.placement.host != here or here != host_id():
+                sent = self._sent(peer, replica, args)
+                yield f"from replica {peer.name}, over HTTP", partial(_load, replica, adapter, sent)
+        yield "from its source", partial(_load, replica, adapter, contextlib.nullcontext(args))
+
+    @contextlib.asynccontextmanager
+    async def _kept(self, peer: Replica, args: m.LoadAdapterArgs) -> AsyncIterator[m.LoadAdapterArgs]:
+        """Yield the load of the folder in which ``peer`` keeps its copy."""
+        async with asyncio.timeout(self._ask_s):
+            copy = await peer.client.call(m.ExportAdapterArgs(args.lora_name))
+        yield replace(args, source=FolderSource(copy["path"]), config=None)
 
     @contextlib.asynccontextmanager
     async def _sent(
-        self, other: Replica, replica: Replica, args: m.LoadAdapterArgs
+        self, peer: Replica, replica: Replica, args: m.LoadAdapterArgs
     ) -> AsyncIterator[m.LoadAdapterArgs]:
-        """Send the copy of ``other`` to a file on the replica's host. Yield the load of this file."""
-        config = await self._hosts.adapter_config(other, args.lora_name)
-        async with self._hosts.copied(other, replica, args.lora_name) as source:
+        """Send the copy of ``peer`` to a file on the replica's host. Yield the load of this file."""
+        config = await self._hosts.adapter_config(peer, args.lora_name)
+        async with self._hosts.copied(peer, replica, args.lora_name) as source:
             yield replace(args, source=source, config=config)
 
 
@@ -144,7 +138,7 @@ async def _try_each(replica: Replica, what: str, ways: Iterable[Way]) -> None:
         except (FastDeployError, OSError) as error:
             if isinstance(error, EngineError) and not replica.client.connected.is_set():
                 raise
-            logger.warning("replica %s did not get %s %s: %s", replica.name, what, name, error)
-            failures.append(f"{name}: {error}")
+            failures.append(f"{name}: {str(error) or 'no answer in time'}")
+            logger.warning("replica %s did not get %s %s", replica.name, what, failures[-1])
     why = "; ".join(failures) or "their source is not known, and no other replica has them"
     raise WrongOrder(f"{what} cannot be had: {why}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from e2e.server import in_background, until
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import profile_of
 from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
@@ -318,6 +320,27 @@ def test_a_joiner_gets_an_adapter_whose_source_is_gone_from_a_replica_of_its_hos
     assert (adapter["lora_name"], adapter["adapter_epoch"], adapter["path"]) == ("a", 1, path)
     kill(fleet, 1)
     assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=5)
+
+
+def test_a_joiner_asks_one_replica_for_its_copy_of_an_adapter_and_none_that_lacks_it(tmp_path):
+    asked: list[int] = []
+
+    def count(i: int, engine: CommonEngine) -> None:
+        export = engine._on_call[m.ExportAdapterArgs]
+        engine._on_call[m.ExportAdapterArgs] = lambda *args: (asked.append(i), export(*args))[1]
+
+    with fake_fleet(4, config=CONFIG) as fleet:
+        load(fleet, write_adapter(tmp_path / "a", "a5"))
+        for i in (0, 1):
+            kill(fleet, i)
+        fleet.engines[0]._runner_options = {"vocab": 77}  # it never gets so far as to have the adapter
+        fleet.engines[0].start(partial(count, 0))
+        until(lambda: "vocab_size" in fleet.replica("replica-0").why, 20, "it does not join")
+        for i in (2, 3):
+            count(i, fleet.engines[i].engine)
+        fleet.engines[1].start()
+        fleet.wait_members(3)
+    assert asked == [2]
 
 
 @pytest.mark.slow
