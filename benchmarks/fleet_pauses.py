@@ -1,116 +1,178 @@
-"""Measure pauses of idle replicas: ``python -m benchmarks.fleet_pauses [--replicas 8 64 256]``.
+"""Measure calls, joins and losses of idle replicas in processes: ``python -m benchmarks.fleet_pauses [--replicas 256
+--gateways 8]``.
 
-The engines run in processes of their own, so the CPU time of this process is that of the gateway's client. A pause
-sends four messages for each replica: call, fence, acknowledgement, report. At the end one replica in ten is killed, to
-see how soon it is a member again.
+Each gateway and each engine, which has no model, is a process of its own. A call goes to the gateway that leads. A
+pause sends four messages for each replica: call, fence, acknowledgement, report. A join storm begins when all gateways
+connect to engines that wait for them, and it ends, as a loss does, when every gateway has all members. All processes
+share the cores, so the times depend on them; the CPU times do so less. benchmarks/fleet_scale.py measures the same in
+virtual time, and the bytes of all messages.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
+import sys
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean, median
 from typing import Any, NamedTuple
 
-import uvloop
-
-from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
+from benchmarks.lib.fleet.engines import FakeEngines
+from benchmarks.lib.fleet.gateways import Gateways, Look
 from benchmarks.lib.fleet.runner import Costs
+from benchmarks.lib.processes import own_bytes
 from benchmarks.lib.report import plain_table
-from fastdeploy.bench.stats import percentile
-from fastdeploy.fleet.client import FleetClient
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
 IDLE_S = 3.0
-HEADER = ("replicas", "start s", "pause ms: median", "p99", "CPU us for each: pause", "resume", "CPU while idle",
-          "killed", "back s")  # fmt: skip
+POLL_S = 0.02
+PATIENCE_S = 300.0
+HOLD = "benchmark"
+HEADER = ("replicas", "gateways", "what", "s", "most s", "leader ms", "us/replica", "other ms", "engine us")
 
 
-class Row(NamedTuple):
-    """start_s: until all engines are members. pauses_ms: each call. cpu_ms: medians, of the gateway, for a pause and
-    for a resume. idle: share of a core that is used while nothing happens. killed: number of engines that were
-    killed. back_s: until all are members again."""
+class Figures(NamedTuple):
+    """The costs of one event. seconds: on the clock. leader_s, others_s: CPU of the gateway that leads, and the mean of
+    the others. engines_s: mean CPU of an engine that lives at the end."""
 
-    replicas: int
-    start_s: float
-    pauses_ms: list[float]
-    cpu_ms: tuple[float, float]
-    idle: float
-    killed: int
-    back_s: float
-
-    def cells(self) -> list[str]:
-        cpu = [f"{1e3 * ms / self.replicas:.0f}" for ms in self.cpu_ms]
-        pauses = [f"{percentile(self.pauses_ms, percent):.1f}" for percent in (50, 99)]
-        last = [f"{self.idle:.1%}", str(self.killed), f"{self.back_s:.2f}"]
-        return [str(self.replicas), f"{self.start_s:.2f}", *pauses, *cpu, *last]
+    seconds: float
+    leader_s: float
+    others_s: float
+    engines_s: float
 
 
-async def measure(num: int, rounds: int, idle_s: float = IDLE_S) -> Row:
-    """Start ``num`` engines, pause and resume them, kill one in ten, and wait until they are back."""
-    config = FleetConfig(fleet_id="benchmark", fence_after_s=60.0, stall_s=60.0)
-    began = time.monotonic()
-    with FakeEngines(Costs(prompt_s=1e-6)) as engines:
-        launcher, context = EngineLauncher(engines, num), context_of_many()
-        client = FleetClient(config, launcher, lambda at: ZmqConnector(at.endpoint, context=context))
-        client.start()
-        try:
-            await _until(lambda: len(client.membership.open) == num)
-            start_s, cpu = time.monotonic() - began, time.process_time()
-            await asyncio.sleep(idle_s)
-            idle = (time.process_time() - cpu) / idle_s
-            pauses, resumes = [], []
-            for _ in range(rounds):
-                pauses.append(await _timed(client, m.PauseArgs("keep", hold_id="benchmark"), num))
-                resumes.append(await _timed(client, m.ResumeArgs("benchmark"), num))
-            killed, began = launcher.names[: -(-num // 10)], time.monotonic()
-            before = {name: _boot_id(client, name) for name in killed}
-            await asyncio.gather(*(launcher.kill(name, 0.0) for name in killed))
-            await _until(lambda: all(_boot_id(client, name) != boot_id for name, boot_id in before.items()))
-            await _until(lambda: len(client.membership.open) == num)
-            back_s = time.monotonic() - began
-            await _timed(client, m.PauseArgs("keep", hold_id="benchmark"), num)
-        finally:
-            await client.close()
-            context.destroy(linger=0)
-    cpu_ms = median(cpu for cpu, _ in pauses), median(cpu for cpu, _ in resumes)
-    return Row(num, start_s, [wall for _, wall in pauses], cpu_ms, idle, len(killed), back_s)
+class Memory(NamedTuple):
+    """Bytes that a process shares with no other one: means."""
+
+    engine: float
+    gateway: float
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120.0):
-        while not condition():
-            await asyncio.sleep(0.005)
+class Fleet:
+    """``num`` idle engines, and ``num_gateways`` gateways that have not connected to them yet. Use as a context."""
+
+    def __init__(self, num: int, num_gateways: int):
+        self.num = num
+        self._engines = FakeEngines(Costs(prompt_s=1e-6))
+        placements = self._engines.start(num)
+        self._names = [placement.name for placement in placements]
+        config = FleetConfig(fleet_id="benchmark", fence_after_s=60.0, stall_s=60.0, model_roots=("/",))
+        self._gateways = Gateways(config, placements, num_gateways)
+
+    def __enter__(self) -> Fleet:
+        self._looks()  # all processes are there
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._gateways.close()
+        self._engines.close()
+
+    def figures_of(self, work: Callable[[], object]) -> Figures:
+        """Do ``work``, and return what it took."""
+        before, engines, began = self._looks(), self._engines.cpu_seconds(), time.perf_counter()
+        work()
+        seconds, after = time.perf_counter() - began, self._looks()
+        used = [look.cpu_s - then.cpu_s for look, then in zip(after, before, strict=True)]
+        others = [cpu_s for cpu_s, look in zip(used, after, strict=True) if not look.leads]
+        spent = [cpu_s - engines.get(pid, 0.0) for pid, cpu_s in self._engines.cpu_seconds().items()]
+        return Figures(seconds, sum(used) - sum(others), mean(others) if others else 0.0, mean(spent))
+
+    def memory(self) -> Memory:
+        """Return what a process needs now."""
+        gateways = [gateway.process.pid or 0 for gateway in self._gateways.all]
+        return Memory(mean(map(own_bytes, self._engines.cpu_seconds())), mean(map(own_bytes, gateways)))
+
+    # ------------------------------------------------------------------ events
+
+    def start(self) -> None:
+        """Let all gateways connect, and wait until every one has all engines as members."""
+        for gateway in self._gateways.all:
+            gateway.start()
+        self._until_complete({})
+
+    def call(self, args: m.Args) -> dict[str, Any]:
+        """Make a call at the gateway that leads. Raises RuntimeError unless all replicas have done it."""
+        leader = next(gateway for gateway, look in zip(self._gateways.all, self._looks(), strict=True) if look.leads)
+        report = leader.call(args)
+        if [entry["status"] for entry in report["replicas"]] != ["done"] * self.num:
+            raise RuntimeError(f"not all of {self.num} replicas did it: {report['replicas']}")
+        return report
+
+    def kill(self, num: int) -> None:
+        """Kill the first ``num`` engines, start new ones, and wait until every gateway has these as members."""
+        before = self._looks()[0].boots
+        for i in range(num):
+            self._engines.kill(i)
+        self._engines.restart(*range(num))
+        self._until_complete({name: before[name] for name in self._names[:num]})
+
+    def _until_complete(self, old: dict[str, str]) -> None:
+        """Wait until every gateway has all members. old: boot ids that are no more, by name."""
+        end = time.monotonic() + PATIENCE_S
+        for gateway in self._gateways.all:
+            while len((look := gateway.look()).boots) < self.num or old.items() & look.boots.items():
+                if time.monotonic() > end:
+                    raise RuntimeError(f"only {len(look.boots)} of {self.num} replicas are members")
+                time.sleep(POLL_S)
+
+    def _looks(self) -> list[Look]:
+        return [gateway.look() for gateway in self._gateways.all]
 
 
-def _boot_id(client: FleetClient, name: str) -> str | None:
-    """Return the boot id of the last engine that was connected as this replica."""
-    welcome = client.membership.replicas[name].client.welcome
-    return None if welcome is None else welcome.boot_id
+def measure(fleet: Fleet, rounds: int, idle_s: float = IDLE_S) -> Iterator[tuple[str, list[Figures]]]:
+    """Let the gateways connect, make calls, and kill engines of the fleet while it is held. Yield the figures of each
+    event."""
+    yield "join storm", [fleet.figures_of(fleet.start)]
+    idle = fleet.figures_of(lambda: time.sleep(idle_s))
+    yield "1 s idle", [Figures(*(value / idle_s for value in idle))]
+    pauses, resumes = [], []
+    for _ in range(rounds):
+        pauses.append(fleet.figures_of(lambda: fleet.call(m.PauseArgs("keep", hold_id=HOLD))))
+        resumes.append(fleet.figures_of(lambda: fleet.call(m.ResumeArgs(HOLD))))
+    yield "pause", pauses
+    yield "resume", resumes
+    update = m.UpdateWeightsArgs(source=FolderSource("/w1"))
+    yield "update", [fleet.figures_of(lambda: fleet.call(update))]
+    fleet.call(m.PauseArgs("keep", hold_id=HOLD))
+    yield "a tenth killed", [fleet.figures_of(lambda: fleet.kill(-(-fleet.num // 10)))]
+    yield "all killed", [fleet.figures_of(lambda: fleet.kill(fleet.num))]
+    fleet.call(m.ResumeArgs(HOLD))  # refused by an engine that came back without the hold
 
 
-async def _timed(client: FleetClient, args: Any, num: int) -> tuple[float, float]:
-    """Make a call to all replicas. Return the CPU time of this process and the time, in milliseconds."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    report = await client.call(args)
-    took = (time.process_time() - cpu) * 1e3, (time.perf_counter() - wall) * 1e3
-    if [entry["status"] for entry in report["replicas"]] != ["done"] * num:
-        raise RuntimeError(f"not all of {num} replicas did it: {report['replicas']}")
-    return took
+def cells(num: int, gateways: int, what: str, rounds: Sequence[Figures]) -> list[str]:
+    """Return a row of the table: medians of the rounds, and the longest time."""
+    middle = Figures(*map(median, zip(*rounds, strict=True)))
+    return [
+        str(num),
+        str(gateways),
+        what,
+        f"{middle.seconds:.3f}",
+        f"{max(figures.seconds for figures in rounds):.3f}",
+        f"{1e3 * middle.leader_s:.1f}",
+        f"{1e6 * middle.leader_s / num:.0f}",
+        f"{1e3 * middle.others_s:.1f}",
+        f"{1e6 * middle.engines_s:.0f}",
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=20, help="pauses and resumes")
     args = parser.parse_args(argv)
-    logging.getLogger("fastdeploy.fleet").setLevel(logging.CRITICAL)  # it tells of each replica that it loses
-    print(plain_table(HEADER, [uvloop.run(measure(num, args.rounds)).cells() for num in args.replicas]))
+    rows = []
+    for num in args.replicas:
+        for gateways in args.gateways:
+            with Fleet(num, gateways) as fleet:
+                for what, rounds in measure(fleet, args.rounds):
+                    rows.append(cells(num, gateways, what, rounds))
+                    print("  ".join(rows[-1]), file=sys.stderr)
+                engine, gateway = (f"{used / 2**20:.1f}" for used in fleet.memory())
+                print(f"{num} replicas, {gateways} gateways: MiB of an engine {engine}, of a gateway {gateway}")
+    print(plain_table(HEADER, rows))
     return 0
 
 

@@ -111,9 +111,7 @@ class Transfer:
         yield replace(args, source=FolderSource(copy["path"]), config=None)
 
     @contextlib.asynccontextmanager
-    async def _sent(
-        self, peer: Replica, replica: Replica, args: m.LoadAdapterArgs
-    ) -> AsyncIterator[m.LoadAdapterArgs]:
+    async def _sent(self, peer: Replica, replica: Replica, args: m.LoadAdapterArgs) -> AsyncIterator[m.LoadAdapterArgs]:
         """Send the copy of ``peer`` to a file on the replica's host. Yield the load of this file."""
         config = await self._hosts.adapter_config(peer, args.lora_name)
         async with self._hosts.copied(peer, replica, args.lora_name) as source:

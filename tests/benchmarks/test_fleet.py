@@ -158,14 +158,19 @@ def test_a_session_that_is_alone_takes_as_long_as_computed():
     assert run_virtually(run("ours", load, seed=3)).longest_s == pytest.approx(alone_s(session, load), rel=0.03)
 
 
-def test_an_idle_fleet_is_paused_and_resumed_and_killed_replicas_come_back():
-    row = asyncio.run(fleet_pauses.measure(4, 3, idle_s=0.01))
-    assert len(row.pauses_ms) == 3 and min(row.cpu_ms) > 0 and row.killed == 1
-    assert len(row.cells()) == len(fleet_pauses.HEADER) and row.cells()[0] == "4"
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_an_idle_fleet_is_paused_and_updated_and_comes_back_with_its_hold_when_all_engines_died(gateways):
+    with fleet_pauses.Fleet(3, gateways) as fleet:
+        found = dict(fleet_pauses.measure(fleet, 2, idle_s=0.01))
+        assert min(fleet.memory()) > 0
+    assert len(found["pause"]) == len(found["resume"]) == 2
+    for rounds in found.values():
+        assert min(figures.leader_s for figures in rounds) > 0 and (rounds[0].others_s > 0) == (gateways > 1)
+    assert found["all killed"][0].engines_s > found["a tenth killed"][0].engines_s > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_256_replicas_are_paused_killed_and_back(capsys: pytest.CaptureFixture[str]):
-    assert fleet_pauses.main(["--replicas", "256", "--rounds", "50"]) == 0
-    assert "26" in capsys.readouterr().out.splitlines()[-1].split()
+def test_256_replicas_are_paused_killed_and_back_behind_8_gateways(capsys: pytest.CaptureFixture[str]):
+    assert fleet_pauses.main(["--replicas", "256", "--gateways", "8", "--rounds", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["256", "8", "all", "killed"]

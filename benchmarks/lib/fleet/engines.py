@@ -25,6 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
+from benchmarks.lib.processes import cpu_seconds
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.process import collect_rarely, host_id
 from fastdeploy.engine.common_engine import CommonEngine
@@ -99,7 +100,7 @@ class FakeEngines:
             for order in self._orders
         ]
 
-    def _launch(self, numbers: range | list[int]) -> None:
+    def _launch(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             arguments = (self._orders[number], self._slowness, self._bound)
             self._processes[number] = SPAWN.Process(target=run_engine, args=arguments, daemon=True)
@@ -127,15 +128,22 @@ class FakeEngines:
         factor."""
         self._slowness[i] = factor
 
-    def restart(self, i: int) -> None:
-        """Kill engine i if it lives, and start a new one at its endpoint: with the first weights, and no requests."""
+    def restart(self, *numbers: int) -> None:
+        """Kill these engines if they live, and start new ones at their endpoints: with the first weights, and no
+        requests."""
         with self._lock:
-            self.kill(i)
-            self._launch([i])
+            for i in numbers:
+                self.kill(i)
+            self._launch(numbers)
 
     def alive(self, i: int) -> bool:
         """Return whether the process of engine i has not ended. It may be stopped."""
         return self._processes[i].is_alive()
+
+    def cpu_seconds(self) -> dict[int, float]:
+        """Return the CPU time of each living engine, by its process."""
+        pids = [process.pid for process in self._processes.values() if process.is_alive() and process.pid is not None]
+        return {pid: cpu_seconds([pid]) for pid in pids}
 
     def _signal(self, i: int, number: signal.Signals) -> None:
         with self._lock:

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.lib.processes import PeakMemory, cpu_seconds, peak_bytes, reset_peak, resident_bytes, send_all
+from benchmarks.lib.processes import (
+    PeakMemory,
+    cpu_seconds,
+    own_bytes,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+    send_all,
+)
 from e2e.server import until
 from fastdeploy.engine.requests.delivery import process_runs
 from fastdeploy.testing import ServerProcess
@@ -40,6 +48,11 @@ def test_cpu_time_grows_while_a_server_spins_and_stands_still_while_it_is_stoppe
     while cpu_seconds(both) <= stopped and time.monotonic() < deadline:
         time.sleep(0.01)
     assert cpu_seconds(both) > stopped
+
+
+def test_memory_that_a_forked_process_shares_is_not_its_own(spinning: list[int]):
+    assert all(0 < own_bytes(pid) < resident_bytes(pid) for pid in spinning)
+    assert own_bytes(2**22 + 1) == 0 and cpu_seconds([2**22 + 1]) == 0.0, "no process has such a number"
 
 
 def test_the_peak_memory_is_that_of_the_largest_process_and_of_new_files_in_shared_memory(tmp_path):
