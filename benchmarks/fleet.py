@@ -59,7 +59,6 @@ class _Policy(Router):
         replicas: Sequence[Replica],
         epoch: int = 0,
         refused_by: Collection[str] = (),
-        move_factor: float = 0.0,
     ) -> Route | None:
         there = [replica for replica in replicas if replica.name not in refused_by]
         return Route(self._choose(wanted, there), 0) if there else None

@@ -15,7 +15,7 @@ from typing import Any
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.router import MOVE_FACTOR, SHARED_MOVE_FACTOR, Route, Router, Wanted, may_have
+from fastdeploy.fleet.router import Route, Router, Wanted, may_have
 from fastdeploy.inter_communicator.messages import PlaceArgs
 
 ASK_S = 0.1  # then the gateway that has the request chooses itself
@@ -112,8 +112,7 @@ class Homes:
         return Route(chosen, wanted.length, reply["cached"], reply["known"])
 
     def _pick(self, wanted: Wanted, epoch: int, refused_by: Collection[str]) -> Route | None:
-        factor = SHARED_MOVE_FACTOR if len(self._gateways()) > 1 else MOVE_FACTOR
-        return self._router.pick(wanted, self._open_replicas(), epoch, refused_by, factor)
+        return self._router.pick(wanted, self._open_replicas(), epoch, refused_by)
 
     def _home_of(self, key: str) -> str:
         """Return the home of a key: a gateway that comes or goes moves the keys of its own only."""

@@ -27,8 +27,7 @@ CONTEXT_SHARE = 24
 # If more choices are there than the batch has places, those above wait. Each makes a new one wait for another 1/32 of a
 # choice's time, with 32 places: 100 * 20 / 32 / 0.13.
 QUEUED_TOKENS = 480
-MOVE_FACTOR = 1.5  # a session moves if this saves more than the prefix times this factor
-SHARED_MOVE_FACTOR = 2.5  # the same with several gateways, whose loads are some 0.1 s old (benchmarks/fleet.py --doors)
+MOVE_FACTOR = 3.5  # a session or a group moves if this saves more than the prefix times this factor
 TRUST_STEP = 0.1  # weight of the newest measurement of Replica.trust
 GROUP_CHOICES = 16  # a group stays together until its replica has so many choices more than another one
 GROUP_SLACK = GROUP_CHOICES * CHOICE_TOKENS
@@ -168,27 +167,25 @@ class Router:
         replicas: Sequence[Replica],
         epoch: int = 0,
         refused_by: Collection[str] = (),
-        move_factor: float = MOVE_FACTOR,
     ) -> Route | None:
         """Return the route to one of ``replicas`` that serves weights not older than ``epoch``, or None if none may
-        have the request now. move_factor: of sessions, see MOVE_FACTOR. Takes time in proportion to the replicas,
-        unless the session's own is clearly cheap."""
+        have the request now. Takes time in proportion to the replicas, unless the session's own is clearly cheap."""
         if not replicas:  # a gateway whose view has ended has members, and may send them nothing
             return None
         length = wanted.length
         home = _recall(self._sessions, wanted.session, self._max_sessions) if wanted.session else None
         # The first request of a session goes as one without a session: to the other samples of its prompt.
-        near, factor, slack = (
-            (home, move_factor, 0)
+        near, slack = (
+            (home, 0)
             if home is not None and home.replica is not None
-            else (_recall(self._groups, wanted.group, MAX_GROUPS), MOVE_FACTOR, GROUP_SLACK)
+            else (_recall(self._groups, wanted.group, MAX_GROUPS), GROUP_SLACK)
         )
         place, cached = None, 0
         if near.replica is not None and may_have(near.replica, epoch, refused_by):
             place, cached = near.replica, min(near.tokens, length - 1)
             saved = int(cached * place.trust)
             work = cost_at(place, only_sure=near is home)
-            bound = int(saved * factor) + slack  # a replica with so much less work in front is better
+            bound = int(saved * MOVE_FACTOR) + slack  # a replica with so much less work in front is better
             if work > bound:
                 other = _least_loaded(replicas, epoch, refused_by)
                 if other is not None and work > cost_at(other) + bound:
