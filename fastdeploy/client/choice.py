@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -183,12 +183,12 @@ class Choice:
         return self.text[start : self._num_shown]
 
 
-def pieces(output: Output, size: int) -> Iterator[Output]:
+def pieces(output: Output, size: int) -> Sequence[Output]:
     """Split ``output`` into outputs of at most ``size`` tokens each."""
     total = len(output.token_ids)
     if total <= size:
-        yield output
-        return
+        return (output,)
+    parts = []
     base = output.spans[0].start if output.spans else 0
     for start in range(0, total, size):
         end = min(start + size, total)
@@ -199,7 +199,8 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
             piece = replace(piece, prompt_logprobs=[], cached_tokens=0, num_preempted=0, routed=b"")
         if end < total:
             piece = replace(piece, finish_reason=None, stop_reason=None, message="")
-        yield piece
+        parts.append(piece)
+    return parts
 
 
 def joined(deltas: list[ChoiceDelta]) -> ChoiceDelta | None:

@@ -131,8 +131,10 @@ class RequestStream:
 def joined(outputs: list[Output]) -> list[Output]:
     """Join consecutive outputs of one choice, in time linear in their length. A final "stop" without a token stays
     apart, since the last token of an output that ends with "stop" is read as the EOS or stop id."""
+    if len(outputs) == 1:
+        return outputs
     *before, last = outputs
-    if before and not last.token_ids and last.finish_reason == "stop":
+    if not last.token_ids and last.finish_reason == "stop":
         return [_one(before), last]
     return [_one(outputs)]
 
