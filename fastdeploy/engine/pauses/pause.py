@@ -205,8 +205,9 @@ class PauseState:
         # A later pause call does not replace the fence: a client that never acknowledges must not get more time.
         if self._fence is None or self._fence.overtaken:
             self._lifecycle.hand_over([])
-            deadline = self._clock() + self._delivery.fence_timeout_s(FENCE_TIMEOUT_S)
-            self._fence = self._delivery.raise_fence(self.scope, deadline)
+            now = self._clock()
+            deadline = now + self._delivery.fence_timeout_s(FENCE_TIMEOUT_S)
+            self._fence = self._delivery.raise_fence(self.scope, deadline, now + FENCE_TIMEOUT_S)
         if self._fence.passed:
             self._quiesced()
 
@@ -260,7 +261,9 @@ class PauseState:
             mode = Mode[call.on_timeout.upper()]
             self._escalate_others(call)
             call.escalated_by = "timeout"
-            call.hold.mode = max(call.hold.mode, mode)
+            # An abort here ends what runs now. The hold itself keeps what comes later: its admission may be HOLD, and
+            # the next gateway that leads a fleet gives the strongest mode of the hold to all engines.
+            call.hold.mode = max(call.hold.mode, Mode.KEEP)
             call.deadline = now + 2 * FENCE_TIMEOUT_S
             call.forced_ids = self._enforce(mode, "the drain timed out (on_timeout=abort)")
             call.aborted_ids += call.forced_ids

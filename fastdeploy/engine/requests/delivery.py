@@ -55,14 +55,15 @@ class DeliveryFence:
     acknowledged, and no output of the scope was sent meanwhile, every output of the scope is delivered. A successful
     send on a socket does not prove that.
 
-    deadline: time on the loop's clock. After it the engine checks the clients that have not acknowledged.
+    deadline: time on the loop's clock. After it the engine checks the clients that have not acknowledged. last: the
+    same for all clients but the gateways that follow another one.
     """
 
-    def __init__(self, fence_id: int, scope: Scope, clients: Iterable[str], deadline: float):
+    def __init__(self, fence_id: int, scope: Scope, clients: Iterable[str], deadline: float, last: float):
         self.id = fence_id
         self.scope = scope
         self.unacknowledged = set(clients)
-        self.deadline = deadline
+        self.deadline, self.last = deadline, last
         self.followed = False  # True once an output of the scope was sent behind the fence
 
     @property
@@ -216,10 +217,11 @@ class Delivery:
         follows = self._patience_s and any(map(self._follows, self.clients))
         return min(self._patience_s, longest_s) if follows else longest_s
 
-    def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
-        """Send a new fence, behind all tokens of the scope. It replaces an earlier fence of this scope."""
+    def raise_fence(self, scope: Scope, deadline: float, last: float) -> DeliveryFence:
+        """Send a new fence, behind all tokens of the scope. It replaces an earlier fence of this scope. deadline, last:
+        see DeliveryFence."""
         self.deliver(lambda request: scope.covers(request.scope))
-        fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline)
+        fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline, last)
         self.broadcast(m.Fence(fence.id))
         return fence
 
@@ -235,9 +237,12 @@ class Delivery:
     def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
         """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process is known to
         run. Nothing is known about processes of other machines. A gateway that follows another one is not kept: the
-        requests that it has here go on elsewhere, and the gateway that leads does not wait for long."""
-        silent = SilentClients([], [])
+        requests that it has here go on elsewhere, and the gateway that leads does not wait for long. All others, and
+        the one that leads, are kept until ``fence.last``."""
+        silent, now = SilentClients([], []), self._clock()
         for client in list(fence.unacknowledged):
+            if now < fence.last and not self._follows(client):
+                continue
             pid, here, _ = self.clients[client]
             if spare_running and here and not self._follows(client) and self._runs(pid):
                 log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.fleet_calls import lead
 from engine.pause_calls import LONG, busy, call_pause
 from fastdeploy.core.process import host_id
 from fastdeploy.engine.pauses import pause as p
@@ -171,3 +172,28 @@ def test_a_client_that_names_this_machine_is_looked_up(slow):
     slow.now += p.FENCE_TIMEOUT_S
     slow.run_rounds(2)
     assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+
+
+# --------------------------------------------------------------------------- gateways
+
+
+def test_the_patience_with_gateways_that_follow_is_not_that_with_the_one_that_leads():
+    """Both processes are stopped. The one that leads may be for a moment, and has the members of the fleet."""
+    h = busy()
+    for gateway, pid in (("leads", 21), ("follows", 22)):
+        h.send(m.Hello(pid, host=host_id(), gateway=gateway), gateway)
+        h.run_rounds()
+    assert lead(h, client="leads", gateway="leads", patience_s=0.1).failure is None
+    h.transport.mute |= {"leads", "follows"}
+    call = h.call(m.PauseArgs("keep"), "leads")
+    h.run_rounds()
+    h.now += 0.2
+    h.run_rounds()
+    assert "follows" not in h.engine.delivery.clients and "leads" in h.engine.delivery.clients
+    h.acknowledge("leads")
+    assert h.reply(call, "leads").result["dropped_api_servers"] == [22]
+    h.call(m.PauseArgs("keep"), "leads")
+    h.run_rounds()
+    h.now += p.FENCE_TIMEOUT_S + 0.1
+    h.run_rounds(2)
+    assert "leads" not in h.engine.delivery.clients

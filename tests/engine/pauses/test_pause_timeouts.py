@@ -26,10 +26,25 @@ def test_on_timeout_abort_reports_the_requests_that_it_aborted():
     h.now += 10.0
     h.run_rounds(3)
     report = h.reply(call).result
-    assert report["mode"] == "abort" and report["escalated_by"] == "timeout" and report["is_paused"]
+    assert report["mode"] == "keep" and report["escalated_by"] == "timeout" and report["is_paused"]
     assert sorted(report["forced_ids"]) == [f"r{i}" for i in range(6)] and report["counts"]["aborted"] == 6
     assert report["aborted_ids"] == report["forced_ids"]
     assert report["tokens_returned"] == sum(tokens_of(h))
+
+
+def test_what_comes_after_an_abort_at_the_time_out_waits_for_the_resume():
+    h = busy()
+    call_pause(h, mode="wait", timeout_s=10.0, on_timeout="abort", hold_id="x")
+    h.now += 10.0
+    h.run_rounds(3)
+    h.add("later", [7, 8], max_tokens=2)
+    (hold,) = h.status()["holds"]
+    call_pause(h, mode=hold["mode"], admission=hold["admission"], hold_id="x")  # as a gateway that takes over does
+    h.run_rounds(3)
+    assert h.stream("later").reason is None
+    h.resume(hold_id="x")
+    h.run_out()
+    assert h.stream("later").reason == "length"
 
 
 def test_on_timeout_cancel_lets_the_engine_run_again():
