@@ -39,7 +39,6 @@ def rest_of(request: AddRequest, request_id: str, choice: int, tokens: Sequence[
         prompt_token_ids=request.prompt_token_ids + list(tokens),
         resumed_tokens=request.resumed_tokens + base,
         retain_s=0.0,  # a result without its beginning is of no use later
-        fingerprint="",
         max_queue_s=None if base else request.max_queue_s,  # its first step was in time
         sampling=replace(
             sampling,

@@ -76,7 +76,8 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     arrival: time.time() at the API server; 0 = the engine's own time.
     group: the id that the client knows, if one HTTP request became several AddRequest: one for each prompt, or one for
         each choice that goes on at another replica. Aborting a group aborts all of its members. "" = the request_id.
-    fingerprint: of the HTTP body, if retain_s is set.
+    fingerprint: of the HTTP body, if retain_s is set. The rest of such a request, which goes on at another engine, has
+        it without retain_s.
     recomputes_lost: a result that was lost with an earlier engine is computed again, and not refused. A gateway says
         so, since its requests have seeds: under the same weights the tokens are the same.
     session_began: time.time() at which the first request of its session came to the gateway of a fleet. The request

@@ -101,6 +101,8 @@ class AdmissionControl:
             raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
 
     def _check_queue(self, add: AddRequest, scope: Scope) -> None:
+        if add.retain_s > 0:
+            self._lifecycle.take_over(add)
         if self._requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.group or add.request_id!r} is in use already", param="request_id")
         add.check_fields()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from fastdeploy.fleet.peers import PeerLink, Peers
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.remote import is_remote
 from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.retained import RetainedRequests
 from fastdeploy.fleet.router import Router
 from fastdeploy.fleet.staging import Staging
 from fastdeploy.inter_communicator import messages as m
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import httpx
 
 logger = logging.getLogger(__name__)
-MAX_RETAINED = 65536  # requests with retain_s whose replica is remembered; of others, all replicas are asked
 
 
 class FleetClient:
@@ -70,7 +69,7 @@ class FleetClient:
         self._dispatcher = Dispatcher(config, self._homes, self._takers, self._max_waiting, ready, self._least_epoch)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
-        self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
+        self._retained = RetainedRequests(config, self.membership)
         self._task: asyncio.Task[None] | None = None
         self._without_members_since = 0.0  # on the event loop's clock
         self.connected = asyncio.Event()
@@ -180,7 +179,7 @@ class FleetClient:
     ) -> RequestStream:
         """See EngineClient.submit. A request without a seed gets one here, so that every replica draws the same tokens.
         If no replica may have the request now, the request waits, and its stream is returned at once. Raises QueueFull
-        if as many wait as the queues of all replicas may hold."""
+        if as many wait as the queues of all replicas may hold, and EngineDead while this process ends."""
         await self.require_engine()
         self.membership.require_known(request)
         retained = request.retain_s > 0
@@ -191,7 +190,9 @@ class FleetClient:
         if retained:
             request = replace(request, recomputes_lost=True)
         seen = self.router.seen(request)
-        holder = await self._holder(request) if retained else None
+        holder = await self._retained.holder(request) if retained else None
+        if self.closing.is_set():
+            raise errors.EngineDead("the server is shutting down")  # ``abort_open`` would not end it
         self._require_unused(request)  # after the wait above, in which another request with this id may have begun
         fingerprint = request.fingerprint if retained else ""
         outer = make_stream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
@@ -204,7 +205,7 @@ class FleetClient:
             outer.close()
             raise
         if request.retain_s > 0:
-            self._remember(relay)
+            self._retained.sent(request, self.replicas_of(request.request_id))
         return outer
 
     def replicas_of(self, request_id: str) -> list[Replica]:
@@ -225,26 +226,6 @@ class FleetClient:
         if (request.group or name) in others:
             message = f"request_id {request.group or name!r} is in use already"
             raise errors.DuplicateRequest(message, param="request_id")
-
-    async def _holder(self, request: AddRequest) -> Replica | None:
-        """Return the replica that runs or keeps the request with this id, if one does. An earlier gateway may have sent
-        it, so all replicas are asked about an id that is not known here."""
-        members = self.membership.quorum
-        if (name := self._retained.get(request.request_id)) is not None:
-            return next((replica for replica in members if replica.name == name), None)
-        waiting = {replica.client.post(m.RetainedArgs(request.request_id)): replica for replica in members}
-        done, _ = await asyncio.wait(waiting, timeout=self._config.fence_after_s) if waiting else (set(), set())
-        for future in done:
-            if future.exception() is None and future.result().result.get("known"):
-                return waiting[future]
-        return None
-
-    def _remember(self, relay: Relay) -> None:
-        for attempt in relay.attempts:
-            self._retained[relay.request.request_id] = attempt.route.replica.name
-            self._retained.move_to_end(relay.request.request_id)
-        while len(self._retained) > MAX_RETAINED:
-            self._retained.popitem(last=False)
 
     def _looked_up(self, name: str, error: errors.FastDeployError | None) -> None:
         """Send the requests that wait for an adapter, or give them the error of its lookup."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -53,6 +54,7 @@ class Membership:
         self._connector = connector
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
+        self._moved = asyncio.Event()  # a replica has changed its state
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()  # errors of tasks
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self._quorum: dict[str, Replica] = {}  # those in the states of a member, and those that are open, in the order
@@ -62,7 +64,7 @@ class Membership:
         self._address = peers.endpoint if peers is not None else ""
         probe = peers.probe if peers is not None else lambda: None
         self.views = Views(config, self._address, self.replicas, self.state, probe, lambda: self.leadership.is_sure)
-        self.following = Following(peers, config, self.replicas, self.state, self._cut, self._drop, changed)
+        self.following = Following(peers, config, self.replicas, self.state, self.cut, self._drop, changed)
         self.leadership = GatewayLeadership(
             config,
             self.replicas,
@@ -222,6 +224,12 @@ class Membership:
         replica.advance(ReplicaEvent.FENCE, why)
         self._restart(replica, why)
 
+    async def until_moved(self, seconds: float) -> None:
+        """Return when a replica has changed its state, or after ``seconds``."""
+        self._moved.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), seconds)
+
     # ------------------------------------------------------------------ the launcher
 
     async def _follow(self) -> None:
@@ -246,7 +254,7 @@ class Membership:
             moved = placement.endpoint != replica.placement.endpoint
             replica.placement = placement
             if moved:
-                self._cut(replica, "it was started anew at another address")
+                self.cut(replica, "it was started anew at another address")
 
     def _drop(self, replica: Replica, why: str) -> None:
         if self.replicas.get(replica.name) is not replica:
@@ -265,7 +273,7 @@ class Membership:
             restart = partial(self._launcher.restart, why=why)
             self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, restart))
 
-    def _cut(self, replica: Replica, why: str) -> None:
+    def cut(self, replica: Replica, why: str) -> None:
         """Cut a replica off, and connect to it again. Somebody else restarts it, if it must be."""
         if replica in self._restarts:
             return
@@ -303,6 +311,7 @@ class Membership:
             self.state.forget_replica(replica.name)
         if not self._quorum:
             self._joiner.profile = None  # all replicas may come back with another model
+        self._moved.set()
         self.leadership.replicas_changed()
         self.views.changed()
         self._changed()
@@ -310,7 +319,7 @@ class Membership:
     def _replica_lost(self, replica: Replica, error: EngineError) -> None:
         if isinstance(error, EngineStalled):  # its process is there, so nobody else restarts it
             if self.following.leader:
-                self._cut(replica, error.message)
+                self.cut(replica, error.message)
             else:
                 self._restart(replica, error.message)
 
@@ -325,6 +334,7 @@ class Membership:
         logger.info("the fleet serves %r, epoch %d", serving["version"], serving["weight_epoch"])
         for replica in self.replicas.values():
             if replica.state is ReplicaState.JOINING:
+                replica.unsettled = True
                 self.joins.begin(replica)
         self.views.begin(self.leadership.term, {gateway for report in reports for gateway in report["gateways"]})
         self._changed()

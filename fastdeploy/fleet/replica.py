@@ -99,9 +99,10 @@ class Replica:
     session's prefix that is found there, from 0 to 1, as measured. weight_epoch, version: of the weights that it
     serves, as of the last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last
     loss, fence or failed join. drains: whether it shall get no new requests, also when it has joined again.
-    lives: how often it was fenced or lost. gateway: see messages.Hello. changed(replica): called after each change of
-    the state. lost(replica, error): called when its engine is lost, after the change of the state and before its open
-    requests fail.
+    lives: how often it was fenced or lost. unsettled: it was connected when this gateway began to lead, and has not
+    joined since, so requests of other gateways may still run there. gateway: see messages.Hello. changed(replica):
+    called after each change of the state. lost(replica, error): called when its engine is lost, after the change of the
+    state and before its open requests fail.
 
     blocked: whether it cannot join as it is, and a restart would not help. software, knows, cannot: version of this
     package at the engine, the messages that it knows, and what this gateway knows and it does not."""
@@ -131,6 +132,7 @@ class Replica:
         self.cannot: list[str] = []
         self.drains = False
         self.lives = 0
+        self.unsettled = False
         self.failures = 0  # restarts in a row without a join
         self.idle = asyncio.Event()  # set while nothing of this gateway runs there
         self.idle.set()
@@ -171,6 +173,7 @@ class Replica:
             self.why = why
         if before is not self.state:
             self.lives += self.state is ReplicaState.FENCED
+            self.unsettled = False
             level = logging.WARNING if self.state is ReplicaState.FENCED else logging.INFO
             logger.log(level, "replica %s: %s -> %s %s", self.name, before.value, self.state.value, why)
             self._changed(self)

@@ -43,6 +43,7 @@ class RunningCall:
         self._loop = asyncio.get_running_loop()
         self._call = call
         self._replicas = {replica.name: replica for replica in replicas}
+        self._lives = {replica.name: replica.lives for replica in replicas}
         self._config = call.config
         self._ending = ending
         self._fence = fence
@@ -136,8 +137,12 @@ class RunningCall:
         if command is not self._sending and self._call.rule is not Rule.READ:
             self._call.state.changes += 1
             self._sending, self._change = command, self._call.state.changes
+        replica = self._replicas[name]
+        if replica.lives != self._lives[name]:  # its engine, or another one, may be connected again
+            self._act(self._transaction.lose(name, f"it was lost during the call: {replica.why}"))
+            return
         try:
-            futures = [self._replicas[name].client.post(args, self._change) for args in calls]
+            futures = [replica.client.post(args, self._change) for args in calls]
         except EngineError as error:  # not connected
             self._act(self._transaction.lose(name, error.message))
             return

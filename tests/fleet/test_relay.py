@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.client.resubmission import MAX_VAIN_LOSSES
@@ -14,6 +15,7 @@ from fastdeploy.core.errors import (
     AttachedElsewhere,
     DuplicateRequest,
     EngineDead,
+    FastDeployError,
     InvalidField,
     QueueFull,
     RequestsRejected,
@@ -226,7 +228,7 @@ async def test_the_rest_of_a_retained_request_is_not_kept_by_its_replica(fleet):
     fleet.lose(0)
     await fleet.settle()
     [rest] = fleet.engines[1].of(AddRequest)
-    assert (rest.retain_s, rest.fingerprint) == (0.0, "")
+    assert (rest.retain_s, rest.fingerprint) == (0.0, "f")
 
 
 @in_loop
@@ -364,6 +366,67 @@ async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
     later.close()
 
 
+@pytest.mark.parametrize("kept", [(0.0, 5.0), (5.0, 6.0)], ids=["one has the rest", "one was computed again"])
+def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept):
+    async def run() -> None:
+        fleet = Fleet()
+        submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+        await asyncio.sleep(0)
+        for engine, at in zip(fleet.engines, kept, strict=True):
+            engine.reply(engine.of(m.Call)[0], known=True, kept=at)
+        await submitting
+        assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+
+    asyncio.run(run())
+
+
+@in_loop
+async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the_next_leader(fleet):
+    fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
+    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
+    await asyncio.sleep(0.05)
+    assert not submitting.done() and not any(engine.of(AddRequest) for engine in fleet.engines)
+    fleet.replicas[1].advance(ReplicaEvent.JOINED)
+    await submitting
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+
+
+@in_loop
+async def test_a_repeat_asks_all_replicas_after_the_loss_of_the_one_that_had_the_result(fleet):
+    add = request(retain_s=60.0, fingerprint="f")
+    submitting = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[0])
+    (await submitting).close()
+    engine = fleet.replicas[0].client
+    engine.welcome = replace(engine.welcome, boot_id="of another engine, which another gateway has not asked")
+    repeat = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        *_, call = engine.of(m.Call)
+        engine.reply(call, known=engine is fleet.engines[1])
+    await repeat
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [1, 1]
+
+
+@in_loop
+async def test_a_request_that_comes_while_the_gateway_ends_is_refused_at_once(fleet):
+    add = request("asked-before", retain_s=60.0, fingerprint="f")
+    submitting = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    await fleet.client.abort_open(0.01)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=False)
+    for late in (submitting, fleet.client.submit(request("later"))):
+        with pytest.raises(EngineDead, match="shutting down"):
+            await late
+    assert not any(engine.of(AddRequest) for engine in fleet.engines)
+
+
 @in_loop
 async def test_the_end_of_the_gateway_ends_all_requests(fleet):
     stream = await fleet.client.submit(request())
@@ -374,3 +437,18 @@ async def test_the_end_of_the_gateway_ends_all_requests(fleet):
     with pytest.raises(EngineDead):
         stream.read()
     assert fleet.replicas[0].state is ReplicaState.MEMBER and fleet.client._relays == {}
+
+
+@in_loop
+async def test_a_replica_that_was_lost_during_a_call_and_is_back_gets_no_more_of_it(fleet):
+    call = asyncio.ensure_future(fleet.client.call(m.PauseArgs("wait", hold_id="x", on_timeout="cancel")))
+    await asyncio.sleep(0.01)
+    [place], [other] = (engine.of(m.Call) for engine in fleet.engines)
+    fleet.engines[0].reply(place, status="paused")
+    await asyncio.sleep(0.01)
+    fleet.lose(0)
+    fleet.connect(0)
+    fleet.engines[1].refuse(other, "pause_timeout")
+    with pytest.raises(FastDeployError):
+        await call
+    assert not fleet.engines[0].of(m.Call)

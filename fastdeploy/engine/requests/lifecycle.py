@@ -18,6 +18,7 @@ from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.outputs import DEADLINE, QUEUE_TIMEOUT
 from fastdeploy.core.process import check_integrity
 from fastdeploy.core.request import FinishReason, Group, NewTokens, Request, Scope, ServedModel
+from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.request_table import RequestTable
 from fastdeploy.engine.handlers import handles
 from fastdeploy.engine.requests.delivery import Delivery
@@ -117,16 +118,27 @@ class RequestLifecycle:
         """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
         gets an error and no further outputs. output_interval_s: of the further outputs."""
         self.hand_over([])  # puts the end of a request that has just ended into the record
-        group = record.group
+        group, record.attached_at = record.group, time.time()
         if not record.ended:
             if group.client not in (DETACHED, client):
-                elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
-                self._delivery.reject(group.client, group.add.request_id, elsewhere)
+                self._delivery.reject(group.client, group.add.request_id, _taken_over(group.add))
             group.client, group.output_interval_s = client, output_interval_s
             for request in group.requests:
                 request.next_output_at = 0.0
         if outputs := record.replay():
             self._delivery.send_replay(client, group.model.scope, outputs)
+
+    def take_over(self, add: AddRequest) -> None:
+        """End the rests of an earlier sending of ``add``, a request with retain_s, that were moved here when their
+        engine was lost. Their client gets an error: a gateway that has died, which is not noticed yet, or one whose
+        own client is gone."""
+        rests = [r for r in self.requests.known_as(add.request_id) if r.group.add.retain_s <= 0]
+        rests = [r for r in rests if r.live and add.fingerprint and r.group.add.fingerprint == add.fingerprint]
+        for request in rests:
+            request.silent = True
+            self._scheduler.end(request, FinishReason.ABORT, "a later request with its id took over")
+            self._delivery.reject(request.group.client, request.group.add.request_id, _taken_over(add))
+        self.hand_over([])
 
     # ------------------------------------------------------------------ out
 
@@ -244,8 +256,9 @@ class RequestLifecycle:
 
     @handles(m.RetainedArgs)
     def describe_retained(self, args: m.RetainedArgs) -> dict[str, Any]:
-        """Say whether a request runs here or has a retained result."""
-        return {"known": self.knows(args.request_id)}
+        """Say whether a request runs here or has a retained result, and since when all of its tokens are here."""
+        name = args.request_id
+        return {"known": self.knows(name), "kept": self._retention.attached_at(name)}
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:
         """Drop the prefix cache. Works in every state of a pause. Requests keep their tokens, and also their KV unless
@@ -305,6 +318,10 @@ class RequestLifecycle:
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks
+
+
+def _taken_over(add: AddRequest) -> AttachedElsewhere:
+    return AttachedElsewhere(f"a later request with request_id {add.request_id!r} took over")
 
 
 def _ends_with_all(request: Request, scope: Scope) -> bool:

@@ -92,13 +92,14 @@ class ChoiceRecord:
 
 
 class Record:
-    """All outputs of one request so far."""
+    """All outputs of one request so far. attached_at: time.time() at which a client has asked for it last."""
 
     def __init__(self, group: Group):
         self.group = group
         self.choices: dict[int, ChoiceRecord] = {}
         self.nbytes = group.add.n * CHOICE_BYTES + len(group.add.prompt_token_ids) * TOKEN_BYTES  # of memory, about
         self._num_ended = 0
+        self.attached_at = time.time()
 
     def add(self, output: Output) -> None:
         self.nbytes += _nbytes(output)
@@ -268,6 +269,11 @@ class Retention:
     def knows(self, request_id: str) -> bool:
         """Return whether there is a result of this id, or of this id for clients."""
         return request_id in self._records or request_id in self._members
+
+    def attached_at(self, request_id: str) -> float:
+        """Return when a client has asked last for the result of this id; 0 = there is none."""
+        record = self._records.get(request_id)
+        return 0.0 if record is None else record.attached_at
 
     def observe(self, output: Output, now: float) -> None:
         """Record an output of a retained request."""

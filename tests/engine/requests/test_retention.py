@@ -82,6 +82,49 @@ def test_a_repeated_request_takes_over_from_the_client_that_is_connected():
     assert not h.stream("r", client="a").finals
 
 
+@pytest.mark.parametrize("rounds", [1, 5])
+@pytest.mark.parametrize("has_died", [False, True])
+def test_a_repeated_request_takes_over_from_its_rest_that_came_from_a_lost_engine(rounds, has_died):
+    h = Harness()
+    h.connect("b")
+    ask(h, request_id="rest", group="r", retain_s=0.0, tokens=30)
+    h.run_rounds(rounds)
+    if has_died:  # not noticed yet
+        h.transport.gone.add("a")
+    ask(h, "b")
+    h.run_out()
+    if not has_died:
+        assert h.rejected("rest", "a").code == "attached_elsewhere"
+    assert not h.stream("rest").finals
+    assert h.stream("r", client="b").tokens == expected_tokens(PROMPT, 20)
+
+
+def test_an_engine_tells_when_a_client_has_asked_last_for_a_request_whose_tokens_it_has():
+    def told(name: str) -> dict[str, float]:
+        h.run_rounds()
+        return h.engine.lifecycle.describe_retained(m.RetainedArgs(name))
+
+    h = Harness()
+    ask(h, request_id="rest", group="x", retain_s=0.0)
+    assert told("x") == {"known": True, "kept": 0.0} and told("r") == {"known": False, "kept": 0.0}
+    ask(h)
+    first = told("r")["kept"]
+    hang_up(h)
+    ask(h)
+    assert 0.0 < first < told("r")["kept"]
+
+
+def test_a_rest_with_another_body_keeps_its_id():
+    h = Harness()
+    h.connect("b")
+    ask(h, request_id="rest", group="r", retain_s=0.0, body="another")
+    h.run_rounds(5)
+    ask(h, "b")
+    h.run_out()
+    assert h.rejected("r", "b").code == "duplicate_request_id"
+    assert h.stream("rest").tokens == expected_tokens(PROMPT, 20)
+
+
 @pytest.mark.parametrize("fields", [{"body": "another"}, {"retain_s": 0.0}])
 def test_a_retained_id_with_another_body_or_without_retain_s_is_refused(fields):
     h = Harness()

@@ -93,7 +93,7 @@ def test_an_engine_knows_requests_that_run_and_results_that_are_kept():
     h = Harness()
 
     def known(request_id: str) -> bool:
-        return h.ask(m.RetainedArgs(request_id)).result == {"known": True}
+        return h.ask(m.RetainedArgs(request_id)).result["known"]
 
     h.add("plain", PROMPT, max_tokens=50)
     h.add("kept-0", PROMPT, max_tokens=3, retain_s=60.0, group="kept", fingerprint="f")
