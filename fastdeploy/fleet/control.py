@@ -68,12 +68,28 @@ class FleetControl:
         try:
             report = await self._call(args)
             failed = False
+            await self._settle()
         finally:
             if key:
                 elsewhere.ended = await self._views.conclude(key, failed)
             else:
                 await self._views.caught_up()
         return elsewhere.report(report)
+
+    async def _settle(self) -> None:
+        """Wait for the replicas that were there when this gateway began to lead, and have not joined yet. The call has
+        missed them, and requests of other gateways may run there. So cut those off that are still not members when no
+        other one has joined for fence_after_s, or after stall_s."""
+        now, membership, config = asyncio.get_running_loop().time, self._membership, self._config
+        last, end, num = now() + config.stall_s, 0.0, 0
+        while late := [r for r in membership.replicas.values() if r.unsettled and membership.leadership.leads]:
+            if len(late) != num:
+                num, end = len(late), min(now() + config.fence_after_s, last)
+            if now() >= end:
+                for replica in late:
+                    membership.cut(replica, "it has missed a call before it joined")
+                return
+            await membership.until_moved(end - now())
 
     async def _call(self, args: m.Args) -> dict[str, Any]:
         if isinstance(args, m.SleepArgs | m.WakeArgs):

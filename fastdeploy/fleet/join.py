@@ -262,7 +262,10 @@ class Joiner:
         calls = []
         for hold in [self._state.holds[key] for key in keys]:
             left_s = None if hold.expires_at is None else max(hold.expires_at - now, MIN_TTL_S) + TTL_MARGIN_S
-            calls.append(replica.client.post(msgspec.structs.replace(hold.args, ttl_s=left_s)))
+            args = msgspec.structs.replace(hold.args, ttl_s=left_s)
+            if args.mode.lower() == "wait":  # the members have drained, so what still runs here is frozen
+                args = msgspec.structs.replace(args, timeout_s=0.0, on_timeout="keep")
+            calls.append(replica.client.post(args))
         for reply in await asyncio.gather(*calls):
             result_of(reply)
 

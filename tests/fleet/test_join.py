@@ -117,6 +117,24 @@ def test_a_hold_that_was_released_while_an_engine_was_cut_off_is_released_there(
         assert holds(fleet) == [[], []]
 
 
+def test_what_runs_on_an_engine_that_joins_in_a_wait_pause_is_frozen():
+    body = BODY | {"prompt": [3], "max_tokens": 90, "stream": True, "request_id": "kept", "retain_s": 60}
+    with fake_fleet(2, config=CONFIG, runner={"step_s": 0.2}) as fleet:
+        with fleet.http.stream("POST", "/v1/completions", json=body) as stream:
+            assert next(stream.iter_lines())
+        name = next(engine.placement.name for engine in fleet.engines if len(engine.engine.lifecycle.requests))
+        engine = next(engine.engine for engine in fleet.engines if engine.placement.name == name)
+
+        async def pause() -> None:
+            fleet.client.membership.cut(fleet.replica(name), "a test cuts it off")
+            await fleet.client.call(m.PauseArgs("wait", hold_id="trainer"))
+
+        fleet.run(pause())
+        fleet.wait_members(2)
+        assert engine.pause.is_paused and len(engine.lifecycle.requests) == 1
+        assert fleet.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200
+
+
 def test_an_adapter_that_was_prepared_on_an_engine_and_never_committed_is_forgotten_when_it_joins(tmp_path):
     adapter = FolderSource(write_adapter(tmp_path / "source", "a1"))
     (tmp_path / "store").mkdir()
