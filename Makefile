@@ -14,7 +14,7 @@
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make search   the tests with hypothesis, with many random examples
 # make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
-# make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while a tenth is killed, stopped or slowed
+# make fleet-chaos  1,000 pauses of 32 replicas on a fake runner, while replicas and gateways are killed and stopped
 # make agents  1,000 conversations of agents with tools, while servers are paused, updated and killed
 # make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
 # make lint   formatting, lint and types

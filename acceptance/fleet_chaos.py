@@ -22,6 +22,7 @@ import uvloop
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from acceptance.lib.chaos.doors import LOG_FORMAT
 from acceptance.lib.chaos.run import Chaos, Options, Pause
 from benchmarks.lib.report import plain_table
 from fastdeploy.bench.stats import percentile
@@ -85,12 +86,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pauses", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--fence-ms", type=float, default=30.0, help="fence_after_s of the fleet, above a step")
-    parser.add_argument("--verbose", action="store_true", help="show the log of the gateway")
+    parser.add_argument("--verbose", action="store_true", help="show what is done, and the logs of the gateways")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL, format="%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL, format=LOG_FORMAT)
     before = load_average()
-    for what in ("benchmarks", "acceptance"):
-        logging.getLogger(what).setLevel(logging.ERROR)  # a problem is shown when it is found
+    if not args.verbose:
+        for what in ("benchmarks", "acceptance"):
+            logging.getLogger(what).setLevel(logging.ERROR)  # a problem is shown when it is found
     options = Options(args.replicas, args.gateways, args.pauses, args.seed, fence_s=args.fence_ms / 1000)
     chaos = Chaos(options, say)
     uvloop.run(chaos.run())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from acceptance import fleet_chaos
-from acceptance.lib.chaos.load import Answer
+from acceptance.lib.chaos.load import Answer, Cut, Load
 from acceptance.lib.chaos.run import Chaos, Options, Pause
 from acceptance.lib.ledger import Ledger
-from benchmarks.lib.fleet.runner import expected_tokens
+from benchmarks.lib.fleet.runner import expected_tokens, fingerprint_of
+from fastdeploy.bench.client import Client
 from fastdeploy.core.outputs import Span
 from fastdeploy.fleet.pause_calls import PauseCall
 
@@ -80,6 +82,61 @@ def test_the_ledger_takes_tokens_of_the_weights_in_their_spans():
 )
 def test_the_ledger_finds_what_must_not_be(received, floor, problem):
     assert any(problem in found for found in problems(received, floor))
+
+
+class Untouched:
+    """Gateways to which nothing is done."""
+
+    client = Client("http://127.0.0.1:1")
+
+    def cut_since(self, since: float) -> bool:
+        return False
+
+    def stalled_since(self, since: float) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("num_harmed", [1, 2])
+def test_other_tokens_at_another_gateway_are_found_unless_their_engine_was_harmed(num_harmed):
+    async def compare() -> Ledger:
+        load = Load(Untouched(), Ledger(), 0, 0, 1.0, lambda name: asyncio.sleep(0, {}), {"replica-0": num_harmed})
+        before, after = Answer("a", PROMPT, 4, 0, [1, 2, 3]), Answer("a", PROMPT, 4, 0, [1, 2, 4, 5])
+        for beginning in (before, after):
+            load.compare(Cut(beginning, {"replica-0": 1}), after, 0.0)
+        return load.ledger
+
+    ledger = asyncio.run(compare())
+    assert ledger.counts["of these: with the same tokens"] == 1 and ledger.counts["taken up at another gateway"] == 2
+    found = ["a: other tokens at another gateway, though ['replica-0'] had the first ones"]
+    assert ledger.problems == (found if num_harmed == 1 else [])
+
+
+MEMBER = {"weight_epoch": 2, "fingerprint": fingerprint_of(7), "version": "w7", "is_paused": True, "phase": "paused"}
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({}, ""),
+        (None, "a member that does not answer"),
+        ({"is_paused": False}, "a member that is not paused"),
+        ({"holds": []}, "a member that is not paused: {'trainer'} of {'trainer'}"),
+        ({"holds": [{"id": "trainer"}, {"id": "old"}]}, "a hold that was released, or never stood: {'old'}"),
+        ({"fingerprint": fingerprint_of(6)}, "its weights are not those of its label 'w7'"),
+        ({"weight_epoch": 1}, "a member with epoch 1, below 2"),
+        ({"weight_epoch": 3}, "members with different weights"),
+    ],
+)
+def test_a_look_at_the_engines_finds_a_member_that_is_not_as_the_others(other, problem):
+    chaos = Chaos(Options(replicas=2))
+    holds = {"holds": [{"id": "trainer"}]}
+    reports = {"replica-0": MEMBER | holds} | ({} if other is None else {"replica-1": MEMBER | holds | other})
+    chaos.launcher = SimpleNamespace(harmed={})
+    chaos.load = SimpleNamespace(committed=2, first_version="first")
+    chaos._witness = SimpleNamespace(ask=lambda names: asyncio.sleep(0, reports))
+    chaos._members = lambda: asyncio.sleep(0, dict.fromkeys(("replica-0", "replica-1"), ("gateway-0",)))
+    assert asyncio.run(chaos._looked({"trainer"}, None))
+    assert bool(chaos.ledger.problems) == bool(problem) and problem in "".join(chaos.ledger.problems)
 
 
 def test_figures_are_above_one_step():

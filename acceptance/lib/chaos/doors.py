@@ -16,10 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from acceptance.lib.chaos.load import code_of
 from benchmarks.lib.fleet.engines import EngineLauncher, end_with_program
 from fastdeploy.bench.client import Client, Reply, WireError
 from fastdeploy.core.config import ServeConfig
@@ -33,11 +35,13 @@ from fastdeploy.fleet.peers import PeerLink
 from fastdeploy.inter_communicator.peer_transport import ZmqPeerTransport
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
+logger = logging.getLogger(__name__)
 SPAWN = multiprocessing.get_context("forkserver")
 SERVE = ServeConfig(model="fake", served_model_name="fake", model_roots=("/",))
 SLOW_S = 0.02  # a slowed gateway runs for so long, then stands still for as long
 ANSWER_S = 20.0  # for a control call
 RETRY_S = 0.02
+LOG_FORMAT = "%(asctime)s %(process)d %(message)s"
 AGAIN = ("engine_dead", "engine_stalled", "not_leader")  # another gateway will answer, or this one soon
 
 
@@ -47,10 +51,12 @@ def run_door(
     listeners: list[socket.socket],
     link: socket.socket,
     begin: Callable[[], None],
+    log_level: int,
 ) -> None:
-    """Run a gateway until its process is killed or asked to end. address: for the other gateways. begin: see Doors."""
+    """Run a gateway until its process is killed or asked to end. address: for the other gateways. begin: see Doors.
+    log_level: of this process."""
     end_with_program()
-    logging.disable(logging.CRITICAL)  # it tells of each replica that goes
+    logging.basicConfig(level=log_level, format=LOG_FORMAT, force=True)
     collect_rarely()
     begin()
 
@@ -75,6 +81,9 @@ class Door:
         self.process: BaseProcess | None = None
         self.harm = ""  # what is being done to it
 
+    def __str__(self) -> str:
+        return Path(self.address).stem
+
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None and self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, number)
@@ -84,13 +93,15 @@ class Doors:
     """``num`` gateways of the engines of ``launcher``. Use from one event loop only. begin: called first in the process
     of each gateway. client: of all of them, at one port. harmed_at: time.monotonic() at the end of the last harm."""
 
+    CUTS = ("kill", "end")  # the harm that ends connections
+
     def __init__(self, config: FleetConfig, launcher: EngineLauncher, num: int, begin: Callable[[], None]):
         self._config, self._launcher, self._begin = config, launcher, begin
         self._folder = tempfile.TemporaryDirectory(prefix="fastdeploy-gateways-")
         self._shared = bind("127.0.0.1", 0)
         self.client = Client(url_of(self._shared))
-        self.doors = [Door(f"ipc://{self._folder.name}/{i}.sock") for i in range(num)]
-        self.harmed_at = 0.0
+        self.doors = [Door(f"ipc://{self._folder.name}/gateway-{i}.sock") for i in range(num)]
+        self.harmed_at = self._cut_at = self._stalled_at = 0.0
         self._restarts: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -108,7 +119,7 @@ class Doors:
         while True:
             try:
                 reply = await self.client.call(method, path, body, ANSWER_S)
-                if code_of(reply) not in AGAIN or time.monotonic() > end:
+                if code_of(reply.body) not in AGAIN or time.monotonic() > end:
                     return reply
             except (WireError, OSError, TimeoutError):
                 if time.monotonic() > end:
@@ -134,16 +145,26 @@ class Doors:
     def unharmed(self) -> list[Door]:
         return [door for door in self.doors if not door.harm]
 
+    def cut_since(self, since: float) -> bool:
+        """Return whether a gateway was killed or ended since time.monotonic() was ``since``."""
+        return self._cut_at >= since or any(door.harm in self.CUTS for door in self.doors)
+
+    def stalled_since(self, since: float) -> bool:
+        """Return whether a gateway was stopped or slowed since time.monotonic() was ``since``."""
+        return self._stalled_at >= since or any(door.harm and door.harm not in self.CUTS for door in self.doors)
+
     async def hurt(self, door: Door, harm: str, seconds: float) -> None:
         """Kill a gateway, end it in order ("end"), stop it or slow it, and let it be as before after ``seconds``."""
         door.harm = harm
-        if harm in ("kill", "end"):
+        logger.info("%s: %s for %.2f s", door, harm, seconds)
+        if harm in self.CUTS:
             door.signal(signal.SIGKILL if harm == "kill" else signal.SIGTERM)
             assert door.process is not None
             await asyncio.to_thread(door.process.join)
             self._unlink(door)
             await asyncio.sleep(seconds)
             self._start(door)
+            self._cut_at = time.monotonic()
         elif harm == "stop":
             await self._stand(door, seconds)
         else:
@@ -151,7 +172,10 @@ class Doors:
             while time.monotonic() < end:
                 await self._stand(door, SLOW_S)
                 await asyncio.sleep(SLOW_S)
+        if harm not in self.CUTS:
+            self._stalled_at = time.monotonic()
         door.harm, self.harmed_at = "", time.monotonic()
+        logger.info("%s: no harm any more", door)
 
     async def _stand(self, door: Door, seconds: float) -> None:
         door.signal(signal.SIGSTOP)
@@ -162,9 +186,11 @@ class Doors:
 
     def _start(self, door: Door) -> None:
         ours, theirs = socket.socketpair()
-        arguments = (self._config, door.address, [self._shared, door.listener], theirs, self._begin)
+        level = logging.getLogger().level
+        arguments = (self._config, door.address, [self._shared, door.listener], theirs, self._begin, level)
         door.process = SPAWN.Process(target=run_door, args=arguments, daemon=True)
         door.process.start()
+        logger.info("%s: gateway with pid %d", door, door.process.pid)
         theirs.close()
         door.link = ParentEnd(ours)
         door.link.send(Placements(self._launcher.listed))
@@ -196,12 +222,6 @@ class Doors:
 
 def as_it_is() -> None:
     """Change nothing in a gateway."""
-
-
-def code_of(reply: Reply) -> str:
-    """Return the code of an error; "" for any other reply."""
-    error = reply.body.get("error") if isinstance(reply.body, dict) else None
-    return str(error.get("code", "")) if isinstance(error, dict) else ""
 
 
 SPAWN.set_forkserver_preload([__name__, "benchmarks.lib.fleet.engines", "benchmarks.lib.report", "fastdeploy.http.app"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 
 import zmq
 
-from acceptance.lib.chaos.doors import Door, Doors, as_it_is, code_of
-from acceptance.lib.chaos.load import Load, number_of, tokens_of
+from acceptance.lib.chaos.doors import Door, Doors, as_it_is
+from acceptance.lib.chaos.load import Keepers, Load, code_of, number_of, tokens_of
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
@@ -24,7 +25,9 @@ from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
+logger = logging.getLogger(__name__)
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+FLEET_STATE = m.FleetStateArgs()
 BACK_S = 60.0
 ANSWER_S = 5.0
 SILENT_S = 3600.0  # a stopped engine keeps its connection
@@ -33,8 +36,9 @@ HARMS = ("kill", "stop", "stop for good", "slow")
 DOOR_HARMS = ("kill", "kill", "end", "stop", "slow")
 MOMENTS = ("before", "during", "paused")
 SPREAD_S = 0.06  # harm "during" a pause begins so long after the call, at most
-LAST_BYTES_S = 0.15  # several steps: without a token for so long, the clients have got what came before the pause,
+LAST_BYTES_S = 0.3  # several steps: without a token for so long, the clients have got what came before the pause,
 LAST_TOKEN_S = 3.0  # and that takes no longer than this
+CHECK_S = 10.0  # for a look at the members, which needs a gateway that leads and is unharmed
 LEADER_S = 2.0  # for the gateway that leads to tell its members
 
 
@@ -93,17 +97,17 @@ class Witness:
         for client in self._clients.values():
             client.start()
 
-    async def ask(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Return the answers to FleetStateArgs, by name, of those that answer."""
-        answers = await asyncio.gather(*(self._state(name) for name in names))
+    async def ask(self, names: Collection[str], args: m.Args = FLEET_STATE) -> dict[str, dict[str, Any]]:
+        """Return the answers to ``args``, by name, of those that answer."""
+        answers = await asyncio.gather(*(self._ask(name, args) for name in names))
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
-    async def _state(self, name: str) -> dict[str, Any] | None:
+    async def _ask(self, name: str, args: m.Args) -> dict[str, Any] | None:
         client = self._clients[name]
         try:
             async with asyncio.timeout(ANSWER_S):
                 await client.connected.wait()
-                return await client.call(m.FleetStateArgs())
+                return await client.call(args)
         except (EngineError, TimeoutError):
             return None
 
@@ -153,7 +157,8 @@ class Chaos:
             self._witness = Witness(self.launcher.listed, context)
             self._witness.start()
             self.doors = Doors(self._config, self.launcher, options.gateways, self._in_gateways)
-            load = self.load = Load(self.doors.client, self.ledger, options.sessions, options.seed, options.scale)
+            sessions = options.sessions, options.seed, options.scale
+            load = self.load = Load(self.doors, self.ledger, *sessions, self._keepers, self.launcher.num_harmed)
             try:
                 self.doors.start()
                 await self._until_members(options.replicas)
@@ -196,18 +201,17 @@ class Chaos:
         stand = [hold for hold in await asyncio.gather(*(self._pause(hold, mode) for hold in holds)) if hold]
         if stand:
             began, quiet = time.monotonic(), not self._doors_harmed
-            # A stream that begins later may be one that another gateway takes up: its tokens are from before the pause.
-            streams = self.load.open_streams()
+            # One that has no token yet may be one that another gateway takes up: its tokens are from before the pause.
+            streams = [stream for stream in self.load.open_streams() if stream.log.num_tokens]
             before = await self._last_token(mode, quiet, streams)
             await self._check_members(set(stand))
-            await self._while_paused(moment, door_moment, stand)
+            await self._while_paused(moment, door_moment, stand, mode)
             came = tokens_of(streams) - before
             if came and quiet and not self._doors_harmed and self.doors.harmed_at < began:
                 self.ledger.problem(f"{came} tokens came during a pause ({mode})")
             self.ledger.counts["pauses without a token"] += quiet
-        await asyncio.gather(*(self._resume(hold) for hold in stand))
+        await asyncio.gather(*(self._resume(hold, mode) for hold in stand))
         await asyncio.gather(*self._updates)
-        self.load.rejecting -= len(stand) * (mode == "abort")
         await self._check_members(set())
         await asyncio.sleep(draw.uniform(0.0, options.pace_s))
 
@@ -223,7 +227,7 @@ class Chaos:
             await asyncio.sleep(LAST_BYTES_S)
         return now
 
-    async def _while_paused(self, moment: str, door_moment: str, stand: list[str]) -> None:
+    async def _while_paused(self, moment: str, door_moment: str, stand: list[str], mode: str) -> None:
         draw = self._draw
         self._harm_at("paused", moment, door_moment)
         if draw.random() < 0.2:
@@ -231,7 +235,7 @@ class Chaos:
             await self._check_members(set(stand))
         if len(stand) == 2 and draw.random() < 0.5:
             released = stand.pop()
-            await self._resume(released)
+            await self._resume(released, mode)
             await self._check_members(set(stand))
         await asyncio.sleep(draw.uniform(0.0, self.options.pace_s / 2))
 
@@ -244,16 +248,22 @@ class Chaos:
         load.aborts += aborts
         load.rejecting += aborts
         began, harmed = time.monotonic(), self._doors_harmed
+        logger.info("pause %s", body)
         reply = await self.doors.call("POST", "/v1/pause", body)
         seconds = time.monotonic() - began
+        logger.info("pause %s: HTTP %d %s", hold, reply.status, code_of(reply.body))
         load.aborts += aborts
         load.rejecting -= aborts and mode != "abort"
-        if code_of(reply) == PauseTimeout.code:
+        if code_of(reply.body) == PauseTimeout.code:
             ledger.counts["pauses refused"] += 1
             load.rejecting -= mode == "abort"
             await self._check_members(set(), {hold})
             return ""
-        report = reply.checked("pause")["result"]
+        if reply.status != 200:
+            ledger.problem(f"pause {hold}: HTTP {reply.status}: {reply.body}")
+            load.rejecting -= mode == "abort"
+            return ""
+        report = reply.body["result"]
         self._boot_id = self._boot_id or report["boot_id"]
         if report["boot_id"] != self._boot_id:
             self._boot_id = report["boot_id"]
@@ -264,10 +274,14 @@ class Chaos:
         ledger.counts["pauses"] += 1
         return hold
 
-    async def _resume(self, hold: str) -> None:
+    async def _resume(self, hold: str, mode: str) -> None:
+        logger.info("resume %s", hold)
         reply = await self.doors.call("POST", "/v1/resume", {"hold_id": hold})
-        if code_of(reply) != HoldNotFound.code:  # an earlier try has released it, and its gateway died
-            reply.checked("resume")
+        logger.info("resume %s: HTTP %d %s", hold, reply.status, code_of(reply.body))
+        # Not found: an earlier try has released it, and its gateway died.
+        if reply.status != 200 and code_of(reply.body) != HoldNotFound.code:
+            self.ledger.problem(f"resume {hold}: HTTP {reply.status}: {reply.body}")
+        self.load.rejecting -= mode == "abort"
         self.ledger.counts["resumes"] += 1
 
     async def _update(self) -> None:
@@ -277,34 +291,51 @@ class Chaos:
         body = {"model_path": f"/{version}", "version": version, "kv": self._draw.choice(("keep", "recompute"))}
         self._updating += 1
         self._num_updates += 1
+        logger.info("update %s", version)
         try:
             reply = await self.doors.call("POST", "/v1/update_weights", body)
+            logger.info("update %s: HTTP %d %s", version, reply.status, code_of(reply.body))
         finally:
             self._updating -= 1
-        if code_of(reply) == UpdateInProgress.code:
+        if code_of(reply.body) == UpdateInProgress.code:
             self.ledger.counts["updates not made"] += 1
             return
-        self.load.committed = max(self.load.committed, reply.checked("update")["result"]["weight_epoch"])
+        if reply.status != 200:
+            self.ledger.problem(f"update {version}: HTTP {reply.status}: {reply.body}")
+            return
+        self.load.committed = max(self.load.committed, reply.body["result"]["weight_epoch"])
         self.ledger.counts["updates"] += 1
 
     # ------------------------------------------------------------------ checks
 
     async def _check_members(self, stand: set[str], gone: set[str] | None = None) -> None:
         """Ask every engine. All members have the holds ``stand``, none of ``gone`` (None = no others), and the same
-        weights. The engines answer on connections of their own, whatever the gateways believe. The members are those
-        that the gateway that leads names, before and afterwards."""
-        ledger, updates = self.ledger, (self._updating, self._num_updates)
+        weights. Wait until a gateway leads that tells its members, at most for CHECK_S."""
+        end = time.monotonic() + CHECK_S
+        while not await self._looked(stand, gone):
+            if time.monotonic() > end:
+                self.ledger.counts["looks without a leader"] += 1
+                return
+            await asyncio.sleep(0.05)
+        self.ledger.counts["looks at all engines"] += 1
+
+    async def _looked(self, stand: set[str], gone: set[str] | None) -> bool:
+        """Look once. Return whether most replicas were members. The engines answer on connections of their own,
+        whatever the gateways believe. The members are those that the gateway that leads names, before and
+        afterwards."""
+        ledger, updates, committed = self.ledger, (self._updating, self._num_updates), self.load.committed
         before = await self._members()
         members = [name for name in before if self.launcher.harmed.get(name) not in ("killed", "stopped")]
+        if 2 * len(members) <= self.options.replicas:
+            return False
         reports = await self._witness.ask(members)
         still = await self._members()
-        if not before or before.keys() & still.keys() != before.keys():
-            ledger.counts["checks in a change of members"] += 1
-        weights = set()
+        weights, num = set(), 0
         for name in members:
             report = reports.get(name)
             if still.get(name) != before[name] or self.launcher.harmed.get(name) in ("killed", "stopped"):
                 continue
+            num += 1
             if report is None:
                 ledger.problem(f"{name}: a member that does not answer")
                 continue
@@ -315,10 +346,21 @@ class Chaos:
                 ledger.problem(f"{name}: a member with a hold that was released, or never stood: {wrong}")
             if report["fingerprint"] != fingerprint_of(number_of(report["version"], self.load.first_version)):
                 ledger.problem(f"{name}: its weights are not those of its label {report['version']!r}")
+            if report["weight_epoch"] < committed:
+                ledger.problem(f"{name}: a member with epoch {report['weight_epoch']}, below {committed}")
             weights.add((report["weight_epoch"], report["fingerprint"]))
         if len(weights) > 1 and updates == (0, self._num_updates):
             ledger.problem(f"members with different weights: {sorted(weights)}")
-        ledger.counts["engines asked"] += len(reports)
+        ledger.counts["engines asked"] += num
+        return 2 * num > self.options.replicas
+
+    async def _keepers(self, name: str) -> Keepers:
+        """Return the engines that have all tokens of a request, see Load."""
+        harmed, lives = set(self.launcher.harmed), dict(self.launcher.num_harmed)
+        answers = await self._witness.ask(
+            [each for each in self.launcher.names if each not in harmed], m.RetainedArgs(name)
+        )
+        return {each: lives.get(each, 0) for each, answer in answers.items() if answer["kept"]}
 
     async def _members(self) -> dict[str, tuple[str, ...]]:
         """Return the members, as the gateway that leads knows them, by name: with that gateway's address. Empty if it
@@ -375,6 +417,7 @@ class Chaos:
         await asyncio.sleep(after_s)
         if name in launcher.harmed:
             return
+        logger.info("%s: %s", name, harm)
         if harm == "kill":
             await launcher.kill(name, draw.uniform(0.0, 0.3))
         elif harm == "slow":

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -178,14 +179,16 @@ class Restart:
 class EngineLauncher(WithoutRoll):
     """Starts ``num`` engines, for any number of gateways in one event loop. settings: of EngineConfig.
 
-    harmed: by name, what was done to the engine of a replica since it was started. restarts: in their order.
-    delays: by name, seconds before the next restart, in which the cut-off engine may run on."""
+    harmed: by name, what was done to the engine of a replica since it was started. num_harmed: by name, how often
+    something was done to it, with its restarts. restarts: in their order. delays: by name, seconds before the next
+    restart, in which the cut-off engine may run on."""
 
     def __init__(self, engines: FakeEngines, num: int, **settings: Any):
         self._engines = engines
         self.listed = [replace(placement, host=host_id()) for placement in engines.start(num, **settings)]
         self._numbers = {placement.name: i for i, placement in enumerate(self.listed)}
         self.harmed: dict[str, str] = {}
+        self.num_harmed = Counter[str]()
         self.restarts: list[Restart] = []
         self.delays: dict[str, float] = {}
 
@@ -216,7 +219,7 @@ class EngineLauncher(WithoutRoll):
 
     async def kill(self, name: str, down_s: float) -> None:
         """Kill an engine. A new one starts after ``down_s`` seconds, if nobody else has started one."""
-        self.harmed[name] = "killed"
+        self._harm(name, "killed")
         await asyncio.to_thread(self._engines.kill, self._numbers[name])
         await asyncio.sleep(down_s)
         if not self._engines.alive(self._numbers[name]):
@@ -224,7 +227,7 @@ class EngineLauncher(WithoutRoll):
 
     async def stop(self, name: str, seconds: float) -> None:
         """Stop the process of an engine for some time. A restart ends that too."""
-        self.harmed[name] = "stopped"
+        self._harm(name, "stopped")
         await asyncio.to_thread(self._engines.stop, self._numbers[name])
         await asyncio.sleep(seconds)
         await asyncio.to_thread(self._engines.cont, self._numbers[name])
@@ -232,11 +235,15 @@ class EngineLauncher(WithoutRoll):
 
     async def slow(self, name: str, factor: float, seconds: float) -> None:
         """Let the steps of an engine take ``factor`` times their time, for some time. A restart ends that too."""
-        self.harmed[name] = "slowed"
+        self._harm(name, "slowed")
         self._engines.slow(self._numbers[name], factor)
         await asyncio.sleep(seconds)
         self._engines.slow(self._numbers[name], 1.0)
         self._healed(name, "slowed")
+
+    def _harm(self, name: str, harm: str) -> None:
+        self.harmed[name] = harm
+        self.num_harmed[name] += 1
 
     def _healed(self, name: str, harm: str) -> None:
         if self.harmed.get(name) == harm:
@@ -246,6 +253,7 @@ class EngineLauncher(WithoutRoll):
         self._engines.slow(self._numbers[name], 1.0)
         await asyncio.to_thread(self._engines.restart, self._numbers[name])
         self.harmed.pop(name, None)
+        self.num_harmed[name] += 1
 
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
