@@ -23,6 +23,7 @@ class RetainedRequests:
     def __init__(self, config: FleetConfig, membership: Membership):
         self._config = config
         self._membership = membership
+        self._all_by = 0.0  # on the event loop's clock
         self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()  # names of replicas, boot ids of their engines
 
     def sent(self, request: AddRequest, replicas: Iterable[Replica]) -> None:
@@ -39,6 +40,7 @@ class RetainedRequests:
         lives. A replica that is joining, since another gateway has begun to lead, is waited for."""
         now = asyncio.get_running_loop().time
         end = now() + self._config.failover_s
+        await self._connected_to_all()
         while now() < end:
             holder = self._remembered(request) or await self._asked(request)
             if holder is None or holder.in_quorum or await self._joins(holder, end):
@@ -46,6 +48,13 @@ class RetainedRequests:
             if holder.blocked:
                 break
         return None
+
+    async def _connected_to_all(self) -> None:
+        """Wait in a gateway that starts until it is connected to all replicas, at most for rebuild_s."""
+        now, replicas = asyncio.get_running_loop().time, self._membership.replicas
+        self._all_by = self._all_by or now() + self._config.rebuild_s
+        while now() < self._all_by and any(r.state is ReplicaState.STARTING for r in replicas.values()):
+            await self._membership.until_moved(self._all_by - now())
 
     async def _joins(self, holder: Replica, end: float) -> bool:
         """Wait until ``holder`` is a member, at most until ``end``. Return False if its engine is lost. One that is cut

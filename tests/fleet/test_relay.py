@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.client.resubmission import MAX_VAIN_LOSSES
 from fastdeploy.core.errors import (
-    AttachedElsewhere,
     DuplicateRequest,
     EngineDead,
     FastDeployError,
@@ -22,98 +18,12 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.fleet.client import FleetClient
-from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Placement, StaticLauncher
-from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.http.body import parse_body
 from fastdeploy.http.openai.protocol import GenerationBody
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
-
-MAX_WAITING = 2  # at each engine
-
-
-class PlayedConnection:
-    """Keeps what the gateway sends. receive: lets the gateway get a message."""
-
-    def __init__(self, client: Any):
-        self.sent: list[m.ToEngine] = []
-        self._client = client
-
-    def send(self, message: m.ToEngine) -> None:
-        self.sent.append(message)
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-    def output(self, request_id: str, tokens: list[int], choice: int = 0, **fields: Any) -> None:
-        self._client._receive(m.Outputs([Output(request_id, choice, tokens, **fields)]))
-
-    def reject(self, request_id: str, code: str) -> None:
-        self._client._receive(m.Rejected(request_id, m.Failure(code, "why")))
-
-    def reply(self, call: m.Call, **result: Any) -> None:
-        self._client._receive(m.Reply(call.call_id, result))
-
-    def refuse(self, call: m.Call, code: str) -> None:
-        self._client._receive(m.Reply(call.call_id, {}, m.Failure(code, "why")))
-
-
-class Fleet:
-    """A FleetClient with ``num`` members without engines."""
-
-    def __init__(self, num: int = 2, make_connection: Callable[[Any], PlayedConnection] = PlayedConnection):
-        self._make_connection = make_connection
-        self.client = FleetClient(FleetConfig(fleet_id="f"), StaticLauncher([]), lambda placement: None)
-        membership = self.client.membership
-        membership.leadership.leads = True
-        membership.joins.begin = lambda replica: None  # each replica joins at once, see connect
-        self.replicas, self.engines = [], []
-        for i in range(num):
-            replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, membership._replica_changed)
-            self.client.membership.replicas[replica.name] = replica
-            self.replicas.append(replica)
-            self.engines.append(None)
-            self.connect(i)
-
-    def connect(self, i: int) -> None:
-        replica = self.replicas[i]
-        self.engines[i] = replica.client._connection = self._make_connection(replica.client)
-        replica.client.welcome, replica.client.model_info = (
-            m.Welcome("b", 0, 100),
-            {"max_num_seqs": 8, "max_waiting": MAX_WAITING},
-        )
-        replica.client._first_connection = False
-        replica.client.connected.set()
-        replica.client._on_connected()
-        replica.advance(ReplicaEvent.JOINED)
-
-    def lose(self, i: int) -> None:
-        self.replicas[i].client._connection = None
-        self.replicas[i].client._disconnect(EngineDead("it died"))
-
-    async def settle(self) -> None:
-        """Let the gateway send what waits."""
-        while (task := self.client._dispatcher._task) is not None:
-            await task
-
-
-def in_loop(test: Callable[[Fleet], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    async def run() -> None:
-        await test(Fleet())
-
-    def wrapped() -> None:
-        asyncio.run(run())
-
-    wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
-    return wrapped
-
-
-def request(name: str = "x", **fields: Any) -> AddRequest:
-    sampling = fields.pop("sampling", SamplingParams(max_tokens=10, min_tokens=4, prompt_logprobs=1))
-    return AddRequest(name, [1, 2, 3], sampling, **fields)
+from fleet.played_fleet import MAX_WAITING, Fleet, in_loop, request
 
 
 def taken(stream: RequestStream) -> list[list[int]]:
@@ -342,75 +252,6 @@ async def test_an_id_in_use_is_refused_though_another_replica_is_free(fleet):
     for add in (request("x"), request("y"), request("z", group="x"), request("y-0", group="y")):
         with pytest.raises(DuplicateRequest):
             await fleet.client.submit(add)
-
-
-@in_loop
-async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
-    add = request(retain_s=60.0, fingerprint="f")
-    first = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        [call] = engine.of(m.Call)
-        engine.reply(call, known=engine is fleet.engines[1])
-    stream = await first
-    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
-    repeat = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    *_, fence = fleet.engines[1].of(m.Call)  # behind it no output of the first stream comes
-    fleet.engines[1].reply(fence)
-    later = await repeat
-    with pytest.raises(AttachedElsewhere):
-        stream.read()
-    sent = [type(message) for message in fleet.engines[1].sent]
-    assert sent == [m.Call, AddRequest, m.CancelRequest, m.Call, AddRequest]
-    later.close()
-
-
-@pytest.mark.parametrize("kept", [(0.0, 5.0), (5.0, 6.0)], ids=["one has the rest", "one was computed again"])
-def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept):
-    async def run() -> None:
-        fleet = Fleet()
-        submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
-        await asyncio.sleep(0)
-        for engine, at in zip(fleet.engines, kept, strict=True):
-            engine.reply(engine.of(m.Call)[0], known=True, kept=at)
-        await submitting
-        assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
-
-    asyncio.run(run())
-
-
-@in_loop
-async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the_next_leader(fleet):
-    fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
-    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
-    await asyncio.sleep(0.05)
-    assert not submitting.done() and not any(engine.of(AddRequest) for engine in fleet.engines)
-    fleet.replicas[1].advance(ReplicaEvent.JOINED)
-    await submitting
-    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
-
-
-@in_loop
-async def test_a_repeat_asks_all_replicas_after_the_loss_of_the_one_that_had_the_result(fleet):
-    add = request(retain_s=60.0, fingerprint="f")
-    submitting = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[0])
-    (await submitting).close()
-    engine = fleet.replicas[0].client
-    engine.welcome = replace(engine.welcome, boot_id="of another engine, which another gateway has not asked")
-    repeat = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        *_, call = engine.of(m.Call)
-        engine.reply(call, known=engine is fleet.engines[1])
-    await repeat
-    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [1, 1]
 
 
 @in_loop

@@ -1,0 +1,97 @@
+"""A request with retain_s that is sent again goes to the replica that has its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from fastdeploy.core.errors import AttachedElsewhere
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.fleet.launcher import Placement
+from fastdeploy.fleet.replica import Replica, ReplicaEvent
+from fastdeploy.inter_communicator import messages as m
+from fleet.played_fleet import Fleet, in_loop, request
+
+
+@in_loop
+async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
+    add = request(retain_s=60.0, fingerprint="f")
+    first = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        [call] = engine.of(m.Call)
+        engine.reply(call, known=engine is fleet.engines[1])
+    stream = await first
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+    repeat = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    *_, fence = fleet.engines[1].of(m.Call)  # behind it no output of the first stream comes
+    fleet.engines[1].reply(fence)
+    later = await repeat
+    with pytest.raises(AttachedElsewhere):
+        stream.read()
+    sent = [type(message) for message in fleet.engines[1].sent]
+    assert sent == [m.Call, AddRequest, m.CancelRequest, m.Call, AddRequest]
+    later.close()
+
+
+@pytest.mark.parametrize("kept", [(0.0, 5.0), (5.0, 6.0)], ids=["one has the rest", "one was computed again"])
+def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept):
+    async def run() -> None:
+        fleet = Fleet()
+        submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+        await asyncio.sleep(0)
+        for engine, at in zip(fleet.engines, kept, strict=True):
+            engine.reply(engine.of(m.Call)[0], known=True, kept=at)
+        await submitting
+        assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+
+    asyncio.run(run())
+
+
+@in_loop
+async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the_next_leader(fleet):
+    fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
+    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
+    await asyncio.sleep(0.05)
+    assert not submitting.done() and not any(engine.of(AddRequest) for engine in fleet.engines)
+    fleet.replicas[1].advance(ReplicaEvent.JOINED)
+    await submitting
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+
+
+@in_loop
+async def test_a_repeat_asks_all_replicas_after_the_loss_of_the_one_that_had_the_result(fleet):
+    add = request(retain_s=60.0, fingerprint="f")
+    submitting = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[0])
+    (await submitting).close()
+    engine = fleet.replicas[0].client
+    engine.welcome = replace(engine.welcome, boot_id="of another engine, which another gateway has not asked")
+    repeat = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        *_, call = engine.of(m.Call)
+        engine.reply(call, known=engine is fleet.engines[1])
+    await repeat
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [1, 1]
+
+
+@in_loop
+async def test_a_gateway_that_starts_asks_when_it_is_connected_to_all_replicas(fleet):
+    late = Replica(Placement("late", "", "", "here"), None, 1.0, fleet.client.membership._replica_changed)
+    fleet.client.membership.replicas[late.name] = late
+    asking = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    await asyncio.sleep(0.05)
+    assert not any(engine.of(m.Call) for engine in fleet.engines)
+    late.advance(ReplicaEvent.CONNECTED)
+    await asyncio.sleep(0.05)
+    assert all(engine.of(m.Call) for engine in fleet.engines)
+    asking.cancel()
