@@ -23,7 +23,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from acceptance.lib.chaos.doors import LOG_FORMAT
-from acceptance.lib.chaos.run import Chaos, Options, Pause
+from acceptance.lib.chaos.options import Options, Pause
+from acceptance.lib.chaos.run import Chaos
 from benchmarks.lib.report import plain_table
 from fastdeploy.bench.stats import percentile
 from fastdeploy.core.process import collect_rarely

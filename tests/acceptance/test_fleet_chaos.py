@@ -9,7 +9,8 @@ import pytest
 
 from acceptance import fleet_chaos
 from acceptance.lib.chaos.load import Answer, Cut, Load
-from acceptance.lib.chaos.run import Chaos, Options, Pause
+from acceptance.lib.chaos.options import Options, Pause
+from acceptance.lib.chaos.run import Chaos
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.runner import expected_tokens, fingerprint_of
 from fastdeploy.bench.client import Client
@@ -131,7 +132,7 @@ def test_a_look_at_the_engines_finds_a_member_that_is_not_as_the_others(other, p
     chaos = Chaos(Options(replicas=2))
     holds = {"holds": [{"id": "trainer"}]}
     reports = {"replica-0": MEMBER | holds} | ({} if other is None else {"replica-1": MEMBER | holds | other})
-    chaos.launcher = SimpleNamespace(harmed={})
+    chaos.launcher = SimpleNamespace(harmed={}, num_harmed={})
     chaos.load = SimpleNamespace(committed=2, first_version="first")
     chaos._witness = SimpleNamespace(ask=lambda names: asyncio.sleep(0, reports))
     chaos._members = lambda: asyncio.sleep(0, dict.fromkeys(("replica-0", "replica-1"), ("gateway-0",)))

@@ -6,31 +6,25 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
-
-import zmq
 
 from acceptance.lib.chaos.doors import Door, Doors, as_it_is
 from acceptance.lib.chaos.load import Keepers, Load, code_of, number_of, tokens_of
+from acceptance.lib.chaos.options import Options, Pause
+from acceptance.lib.chaos.witness import Witness
 from acceptance.lib.ledger import Ledger
 from benchmarks.lib.fleet.engines import EngineLauncher, FakeEngines
 from benchmarks.lib.fleet.runner import Costs, fingerprint_of
 from fastdeploy.bench.client import ServerError, Stream, WireError
-from fastdeploy.client.engine_client import EngineClient
-from fastdeploy.core.errors import EngineError, HoldNotFound, PauseTimeout, UpdateInProgress
+from fastdeploy.core.errors import HoldNotFound, PauseTimeout, UpdateInProgress
 from fastdeploy.fleet.config import FleetConfig
-from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
+from fastdeploy.inter_communicator.zmq_transport import context_of_many
 
 logger = logging.getLogger(__name__)
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
-FLEET_STATE = m.FleetStateArgs()
 BACK_S = 60.0
-ANSWER_S = 5.0
-SILENT_S = 3600.0  # a stopped engine keeps its connection
 MODES = ("keep", "keep", "keep", "keep", "abort", "wait")
 HARMS = ("kill", "stop", "stop for good", "slow")
 DOOR_HARMS = ("kill", "kill", "end", "stop", "slow")
@@ -40,79 +34,6 @@ LAST_BYTES_S = 0.3  # several steps: without a token for so long, the clients ha
 LAST_TOKEN_S = 3.0  # and that takes no longer than this
 CHECK_S = 10.0  # for a look at the members, which needs a gateway that leads and is unharmed
 LEADER_S = 2.0  # for the gateway that leads to tell its members
-
-
-@dataclass(frozen=True)
-class Options:
-    """replicas: number of engines. gateways: number of gateways, of which one is harmed in each cycle if there are
-    several. pauses: number of cycles. harm: part of the replicas that is harmed in a cycle with harm. step_s: of a
-    replica. fence_s: fence_after_s of the fleet, above a step. sessions: of the load. scale: of the lengths of its
-    answers. pace_s: longest time between two calls."""
-
-    replicas: int = 32
-    gateways: int = 3
-    pauses: int = 1000
-    seed: int = 0
-    harm: float = 0.1
-    step_s: float = 0.03
-    fence_s: float = 0.03
-    sessions: int = 16
-    scale: float = 1.0
-    pace_s: float = 0.3
-
-    @property
-    def num_harmed(self) -> int:
-        return max(1, round(self.replicas * self.harm))
-
-    @property
-    def num_needed(self) -> int:
-        """Members before a cycle begins. Others may still be on their way back."""
-        return max(self.replicas - 2 * self.num_harmed, 1)
-
-
-@dataclass(frozen=True)
-class Pause:
-    """A pause call. seconds: until its answer. harmed: harm was done to engines in its cycle. door: a gateway was
-    harmed during the call. fenced: replicas during the call."""
-
-    mode: str
-    seconds: float
-    harmed: bool
-    door: bool
-    fenced: int
-
-
-class Witness:
-    """Asks engines for the truth, on connections that no gateway knows. Use from one event loop only."""
-
-    def __init__(self, placements: Sequence[Placement], context: zmq.Context[Any]):
-        self._clients = {
-            placement.name: EngineClient(
-                ZmqConnector(placement.endpoint, context=context), SILENT_S, kills_stalled=False
-            )
-            for placement in placements
-        }
-
-    def start(self) -> None:
-        for client in self._clients.values():
-            client.start()
-
-    async def ask(self, names: Collection[str], args: m.Args = FLEET_STATE) -> dict[str, dict[str, Any]]:
-        """Return the answers to ``args``, by name, of those that answer."""
-        answers = await asyncio.gather(*(self._ask(name, args) for name in names))
-        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
-
-    async def _ask(self, name: str, args: m.Args) -> dict[str, Any] | None:
-        client = self._clients[name]
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await client.connected.wait()
-                return await client.call(args)
-        except (EngineError, TimeoutError):
-            return None
-
-    async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
 
 
 class Chaos:
@@ -324,7 +245,7 @@ class Chaos:
         whatever the gateways believe. The members are those that the gateway that leads names, before and
         afterwards."""
         ledger, updates, committed = self.ledger, (self._updating, self._num_updates), self.load.committed
-        before = await self._members()
+        before, lives = await self._members(), dict(self.launcher.num_harmed)
         members = [name for name in before if self.launcher.harmed.get(name) not in ("killed", "stopped")]
         if 2 * len(members) <= self.options.replicas:
             return False
@@ -333,7 +254,7 @@ class Chaos:
         weights, num = set(), 0
         for name in members:
             report = reports.get(name)
-            if still.get(name) != before[name] or self.launcher.harmed.get(name) in ("killed", "stopped"):
+            if still.get(name) != before[name] or self.launcher.num_harmed.get(name) != lives.get(name):
                 continue
             num += 1
             if report is None:

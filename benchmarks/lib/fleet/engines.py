@@ -250,6 +250,7 @@ class EngineLauncher(WithoutRoll):
             del self.harmed[name]
 
     async def _renew(self, name: str) -> None:
+        self.num_harmed[name] += 1  # now, since it dies in a moment, and at the end
         self._engines.slow(self._numbers[name], 1.0)
         await asyncio.to_thread(self._engines.restart, self._numbers[name])
         self.harmed.pop(name, None)
