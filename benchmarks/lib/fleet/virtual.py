@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
+from unittest.mock import patch
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
 from fastdeploy.core.config import EngineConfig
@@ -63,9 +65,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` in virtual time."""
+    """Run ``main`` in virtual time. time.time() is virtual too: the order of requests depends on it."""
+    began = time.time()
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+        with patch("time.time", lambda: began + runner.get_loop().time()):
+            return runner.run(main)
 
 
 class InstantRunner(SleepingRunner):
