@@ -67,9 +67,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` in virtual time. time.time() is virtual too: the order of requests depends on it."""
     began = time.time()
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        with patch("time.time", lambda: began + runner.get_loop().time()):
-            return runner.run(main)
+    runner = asyncio.Runner(loop_factory=VirtualLoop)
+    with runner, patch("time.time", lambda: began + runner.get_loop().time()):
+        return runner.run(main)
 
 
 class InstantRunner(SleepingRunner):
