@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar, TypeVarTuple
 from unittest.mock import patch
 
@@ -34,6 +34,7 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 QUIET_S = 1e6  # idle engines send no heartbeats: longer than any run
 MESSAGE_S = 0.00025  # between two gateways
+WALL_S, TICK_S = 1e6, 1e-9  # time.time() at the start, and what a call adds
 
 
 class _NeverWait(selectors.SelectSelector):
@@ -65,10 +66,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` in virtual time. time.time() is virtual too: the order of requests depends on it."""
-    began = time.time()
-    runner = asyncio.Runner(loop_factory=VirtualLoop)
-    with runner, patch("time.time", lambda: began + runner.get_loop().time()):
+    """Run ``main`` in virtual time. time.time() is virtual too, and returns no time twice: the order of requests, and
+    that of sessions which begin together, depend on it."""
+    runner, calls = asyncio.Runner(loop_factory=VirtualLoop), count()
+    with runner, patch("time.time", lambda: WALL_S + runner.get_loop().time() + next(calls) * TICK_S):
         return runner.run(main)
 
 
