@@ -97,19 +97,28 @@ class Untouched:
         return False
 
 
+async def compared(beginnings: list[Answer], after: Answer, num_harmed: int = 1) -> Ledger:
+    load = Load(Untouched(), Ledger(), 0, 0, 1.0, lambda name: asyncio.sleep(0, {}), {"replica-0": num_harmed})
+    for beginning in beginnings:
+        load.compare(Cut(beginning, {"replica-0": 1}), after, 0.0)
+    load.check_end()
+    return load.ledger
+
+
 @pytest.mark.parametrize("num_harmed", [1, 2])
 def test_other_tokens_at_another_gateway_are_found_unless_their_engine_was_harmed(num_harmed):
-    async def compare() -> Ledger:
-        load = Load(Untouched(), Ledger(), 0, 0, 1.0, lambda name: asyncio.sleep(0, {}), {"replica-0": num_harmed})
-        before, after = Answer("a", PROMPT, 4, 0, [1, 2, 3]), Answer("a", PROMPT, 4, 0, [1, 2, 4, 5])
-        for beginning in (before, after):
-            load.compare(Cut(beginning, {"replica-0": 1}), after, 0.0)
-        return load.ledger
-
-    ledger = asyncio.run(compare())
+    before, after = Answer("a", PROMPT, 4, 0, [1, 2, 3]), Answer("a", PROMPT, 4, 0, [1, 2, 4, 5])
+    ledger = asyncio.run(compared([before, after], after, num_harmed))
     assert ledger.counts["of these: with the same tokens"] == 1 and ledger.counts["taken up at another gateway"] == 2
     found = ["a: other tokens at another gateway, though ['replica-0'] had the first ones"]
     assert ledger.problems == (found if num_harmed == 1 else [])
+
+
+def test_answers_that_are_computed_again_though_an_engine_has_them_are_few():
+    before, after = Answer("a", PROMPT, 4, 0, [1, 2, 3]), Answer("a", PROMPT, 4, 0, [1, 2], finish="abort")
+    assert asyncio.run(compared([before], after)).problems == []
+    problem = "2 of 2 answers were computed again, though kept"
+    assert asyncio.run(compared([before, before], after)).problems == [problem]
 
 
 MEMBER = {"weight_epoch": 2, "fingerprint": fingerprint_of(7), "version": "w7", "is_paused": True, "phase": "paused"}

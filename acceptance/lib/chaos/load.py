@@ -24,6 +24,7 @@ RETRY_S = 0.05
 RETAIN_S = 60.0
 END_S = 180.0  # for a request, on a busy machine
 STREAMED, ASKED_AGAIN = 0.75, 0.1  # parts of the requests
+COMPUTED_AGAIN, MAX_COMPUTED_AGAIN = "of these: computed again, though kept", 0.01  # part of the answers that go on
 
 
 def number_of(version: str, first_version: str) -> int:
@@ -201,15 +202,28 @@ class Load:
 
     def compare(self, cut: Cut, answer: Answer, first: float) -> None:
         """Compare an answer with its beginning, which another gateway had sent. The answer goes on from there, if an
-        engine that had it then is unharmed. first: time.monotonic() when the request was sent."""
+        engine that had it then is unharmed. An engine that tells so later than after ``fence_after_s`` is not waited
+        for: then the answer is computed again, and a pause may end it sooner. first: time.monotonic() when the request
+        was sent."""
         counts, before = self.ledger.counts, cut.answer
         counts["asked again when complete" if before.finish else "taken up at another gateway"] += 1
         if answer.tokens[: len(before.tokens)] == before.tokens:
             counts["of these: with the same tokens"] += 1
             return
         kept = [name for name, number in cut.keepers.items() if number == self._lives.get(name, 0)]
-        if kept and not self._gateways.stalled_since(first):
+        if not kept or self._gateways.stalled_since(first):
+            return
+        if answer.finish == "abort" and before.tokens[: len(answer.tokens)] == answer.tokens:
+            counts[COMPUTED_AGAIN] += 1
+        else:
             self.ledger.problem(f"{answer.name}: other tokens at another gateway, though {kept} had the first ones")
+
+    def check_end(self) -> None:
+        """Few of the tokens that an engine had were computed again."""
+        counts = self.ledger.counts
+        compared = counts["asked again when complete"] + counts["taken up at another gateway"]
+        if counts[COMPUTED_AGAIN] > 1 + MAX_COMPUTED_AGAIN * compared:
+            self.ledger.problem(f"{counts[COMPUTED_AGAIN]} of {compared} answers were computed again, though kept")
 
     async def _read(self, body: dict[str, Any], answer: Answer) -> End:
         """Read one answer, as far as it comes."""

@@ -300,6 +300,7 @@ class Chaos:
         """All replicas are members again, and nothing of any request is left on them."""
         await self._until_members(self.options.replicas)
         await self._check_members(set())
+        self.load.check_end()
         for name, report in (await self._witness.ask(self.launcher.names)).items():
             left = (report["running"], report["waiting"], self._blocks - report["available_gpu_block_num"])
             if any(left) or report["holds"]:
