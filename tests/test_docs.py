@@ -68,6 +68,8 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
     for span in code_spans(page):
         if re.fullmatch(r"(fastdeploy|tests|benchmarks|acceptance|examples|custom_ops|deploy|docs)/[\w/.-]+", span):
             assert (ROOT / span).exists(), f"{page.name}: {span}"
+        if re.fullmatch(r"(?!tests/)\w+/test_\w+\.py", span):  # the tests that show a promise
+            assert (ROOT / "tests" / span).exists(), f"{page.name}: {span}"
         if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
             assert span in ROUTES.classes, f"{page.name}: {span}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):

@@ -231,6 +231,6 @@ def test_the_fields_of_an_update_are_those_that_its_table_names(server):
 
 
 def test_the_fields_of_a_replica_are_those_that_its_table_names(server):
-    rows = tables(ROOT / "docs" / "fleet.md")["keys of replicas"]
+    rows = tables(ROOT / "docs" / "run-a-fleet.md")["keys of replicas"]
     [replica] = server.get("/v1/replicas").json["replicas"]
     assert {name for row in rows for name in names(row[0])} == replica.keys()

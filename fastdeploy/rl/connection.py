@@ -133,7 +133,7 @@ def one_address(field: str, url: Any) -> str:
     """Return an address without a slash at its end. Raises InvalidField for anything but one address."""
     if not isinstance(url, str):
         several = "`fastdeploy fleet MODEL --replica tcp://HOST:PORT=URL ...` makes one address of several servers"
-        raise InvalidField(field, f"expected one address as a string, got {url!r}: {several} (see docs/fleet.md)")
+        raise InvalidField(field, f"expected one address as a string, got {url!r}: {several} (see docs/run-a-fleet.md)")
     return url.rstrip("/")
 
 

@@ -315,7 +315,7 @@ def test_a_killed_parent_ends_everything():
 
 @pytest.mark.slow
 def test_one_command_makes_one_address_of_plain_servers_and_leaves_them_alone_when_it_ends(tmp_path):
-    """A trainer with several URLs, in docs/fleet.md."""
+    """A trainer with several URLs, in docs/run-a-fleet.md."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef" * 4)
     fleet_key = ("--fleet-key-file", str(key))
