@@ -108,11 +108,14 @@ async def test_the_clients_rows_of_aborted_attempts_are_those_of_an_undisturbed_
     prompts = [prompt(20 + k, SPEC.vocab) for k in range(3)]
     async with RolloutClient(moe.url) as client:
         undisturbed = await asyncio.gather(*(client.generate(ids, params) for ids in prompts))
-        running = asyncio.gather(*(client.generate(ids, params) for ids in prompts))
-        for _ in range(3):
-            await asyncio.sleep(0.1)
-            await asyncio.to_thread(moe.post, "/v1/abort_requests", {"abort_all": True})
-        disturbed = await running
+        for _ in range(10):  # on a busy machine the aborts may come when all is done
+            running = asyncio.gather(*(client.generate(ids, params) for ids in prompts))
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                await asyncio.to_thread(moe.post, "/v1/abort_requests", {"abort_all": True})
+            disturbed = await running
+            if any(rollout.num_resumes for rollout in disturbed):
+                break
     assert any(rollout.num_resumes for rollout in disturbed)
     for one, other in zip(undisturbed, disturbed, strict=True):
         assert one.token_ids == other.token_ids and one.routed_experts == other.routed_experts
