@@ -18,7 +18,7 @@ import pytest
 from e2e.server import SMALL, until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.process import is_alive, stat_of
+from fastdeploy.core.process import is_alive
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.ray_actors import RayConfig
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
@@ -26,11 +26,10 @@ from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.testing.process import free_port
+from support.ray_cluster import FLEET_KEY, SETTINGS, actor_of, node, ray_cluster, raylet_above, raylet_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.anyio]
-TESTS = Path(__file__).parents[1]
-KEY = "0123456789abcdef" * 2
-SECRETS = {"FASTDEPLOY_FLEET_KEY": KEY}
+SECRETS = {"FASTDEPLOY_FLEET_KEY": FLEET_KEY}
 
 
 def spec_of(model: str, module: str = "support.fake_replica_main") -> ReplicaSpec:
@@ -38,34 +37,14 @@ def spec_of(model: str, module: str = "support.fake_replica_main") -> ReplicaSpe
 
 
 SPEC = spec_of(str(MODEL_DIR))
-RAY_SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",  # else Ray writes a token to the home folder
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_agent_register_timeout_ms": "120000",
-    "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-}
-AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
-WAIT_S = 60.0
-
-
-def node(num_cpus: int) -> dict[str, Any]:
-    """Return the settings of a node. Its agent need not choose ports: a node waits 15 s at most for an agent, and may
-    fail to start on a busy machine."""
-    ports = {port: free_port() for port in AGENT_PORTS}
-    return {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 80_000_000, **ports}
+WAIT_S = 240.0  # a limit, however busy the machine is
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Start a Ray cluster with one node that has room for two replicas."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY_SETTINGS.items():
-            patch.setenv(name, value)
-        from ray.cluster_utils import Cluster
-
-        cluster = Cluster(initialize_head=True, head_node_args=node(2))
+def cluster() -> Iterator[Any]:
+    """A cluster with one node that has room for two replicas."""
+    with ray_cluster(head_cpus=2) as cluster:
         yield cluster
-        cluster.shutdown()
 
 
 class Follower:
@@ -87,10 +66,6 @@ class Follower:
 def pid_of(placement: Placement) -> int:
     """Return the process of a scripted replica."""
     return int(placement.host.partition(",")[0])
-
-
-def parent_of(pid: int) -> int:
-    return int(stat_of(pid)[1])
 
 
 def names(*wanted: str) -> Callable[[dict[str, Placement]], bool]:
@@ -117,8 +92,8 @@ async def test_replicas_have_names_and_the_key_and_end_with_the_fleet(cluster):
         ]
         pids = [pid_of(placement) for placement in placements.values()]
         for placement in placements.values():
-            assert placement.host.endswith(f",{len(KEY)}") and placement.endpoint.startswith("tcp://")
-            assert KEY.encode() not in Path(f"/proc/{pid_of(placement)}/cmdline").read_bytes()
+            assert placement.host.endswith(f",{len(FLEET_KEY)}") and placement.endpoint.startswith("tcp://")
+            assert FLEET_KEY.encode() not in Path(f"/proc/{pid_of(placement)}/cmdline").read_bytes()
         await follower.launcher.remove("replica-1")
         await follower.until(names("replica-0"))
         assert await follower.launcher.add() == "replica-1"
@@ -134,7 +109,7 @@ async def test_a_replica_that_is_lost_comes_back_under_its_name(cluster, how):
     async with fleet(cluster, "lost") as follower:
         placements = await follower.until(names("replica-0", "replica-1"))
         old = {name: pid_of(placement) for name, placement in placements.items()}
-        pid, actor = old["replica-0"], parent_of(old["replica-0"])
+        pid, actor = old["replica-0"], actor_of(old["replica-0"])
         if how == "the replica dies":
             os.kill(pid, signal.SIGKILL)
         elif how == "the replica is stopped":
@@ -174,7 +149,7 @@ async def test_a_gateway_that_is_killed_leaves_its_replicas(cluster):
         "asyncio.run(main())\n"
     )
     command = [sys.executable, "-c", code, cluster.address]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **RAY_SETTINGS})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **SETTINGS})
     # Ray writes the logs of the replicas to the same output.
     line = next(line for line in process.stdout if line.startswith("PIDS"))
     pids = [int(pid) for pid in line.split()[1:]]
@@ -191,18 +166,13 @@ async def test_a_node_that_comes_gets_the_replica_that_waits_and_one_that_goes_g
         assert len(await follower.until(lambda placements: len(placements) == 2)) == 2
         first = cluster.add_node(**node(1))
         placements = await follower.until(lambda placements: len(placements) == 3)
-        waited = next(p for p in placements.values() if parent_of(parent_of(pid_of(p))) == raylet_of(first))
+        waited = next(p for p in placements.values() if raylet_above(pid_of(p)) == raylet_of(first))
         spare = cluster.add_node(**node(1))
         cluster.remove_node(first, allow_graceful=False)
         placements = await follower.until(lambda placements: pid_of(placements[waited.name]) != pid_of(waited))
-        assert len(placements) == 3 and parent_of(parent_of(pid_of(placements[waited.name]))) == raylet_of(spare)
+        assert len(placements) == 3 and raylet_above(pid_of(placements[waited.name])) == raylet_of(spare)
         until(lambda: not is_alive(pid_of(waited)), WAIT_S, "the replica of the lost node has ended")
     cluster.remove_node(spare)
-
-
-def raylet_of(node: Any) -> int:
-    """Return the process of a node, which is the parent of its actors."""
-    return node.all_processes["raylet"][0].process.pid
 
 
 async def test_a_fleet_whose_hosts_lack_the_model_fails_and_names_the_host(cluster):
@@ -228,14 +198,14 @@ async def test_an_address_without_a_cluster_is_named(cluster):
 
 
 async def test_real_engines_behind_one_address(cluster, tmp_path):
-    """The command itself, with a replica that is killed, until all of it has ended."""
+    """The command itself, until all of it has ended."""
     port = free_port()
     key = tmp_path / "key"
-    key.write_text(KEY)
+    key.write_text(FLEET_KEY)
     flags = ["--ray", cluster.address, "--name", "real", "--fleet-key-file", str(key), "--port", str(port), *SMALL]
     command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "fleet", *flags]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **RAY_SETTINGS})
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **SETTINGS})
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def members() -> dict[str, Any] | None:
@@ -248,13 +218,13 @@ async def test_real_engines_behind_one_address(cluster, tmp_path):
         return joined if len(joined) == 2 else None
 
     try:
-        until(members, 3 * WAIT_S, "two members")
+        until(members, WAIT_S, "two members")
         body = {"prompt": "1 + 1 =", "max_tokens": 4, "temperature": 0}
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] > 0
     finally:
         client.close()
         process.terminate()
         assert process.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
-    assert KEY not in (tmp_path / "log").read_text()
+    assert FLEET_KEY not in (tmp_path / "log").read_text()
     async with fleet(cluster, "real", replicas=1) as follower:
-        assert (await follower.until(names("replica-0")))["replica-0"].host.endswith(f",{len(KEY)}")
+        assert (await follower.until(names("replica-0")))["replica-0"].host.endswith(f",{len(FLEET_KEY)}")

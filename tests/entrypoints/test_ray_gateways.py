@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import httpx
 import pytest
 
 from e2e.server import PROMPT, SMALL, until
-from entrypoints.test_ray_fleet import KEY, RAY_SETTINGS, node, parent_of, raylet_of
+from fastdeploy.core.process import descendants, is_alive
+from fastdeploy.embedded import MODEL_DIR
+from support.ray_cluster import FLEET_KEY, SETTINGS, node, ray_cluster, raylet_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 WAIT_S = 240.0
@@ -30,13 +33,13 @@ class RayCommand:
 
     def __init__(self, address: str, folder: Path, *flags: str):
         self.log = folder / "log"
-        for name, secret in (("fleet.key", KEY), ("control.key", CONTROL)):
+        for name, secret in (("fleet.key", FLEET_KEY), ("control.key", CONTROL)):
             (folder / name).write_text(secret)
         files = ["--fleet-key-file", str(folder / "fleet.key"), "--control-key", str(folder / "control.key")]
         command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "fleet", "--ray", address, "--port", "0"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *files, *flags, *SMALL], stdout=log, stderr=log, env={**os.environ, **RAY_SETTINGS}
+                [*command, *files, *flags, *SMALL], stdout=log, stderr=log, env={**os.environ, **SETTINGS}
             )
 
     @property
@@ -50,31 +53,48 @@ class RayCommand:
         return self.process.wait(WAIT_S)
 
 
-def gateway_pids() -> list[int]:
-    """Return the processes of this machine that are gateways of this fleet."""
-    words, found = (b"fastdeploy.entrypoints.gateway\0", f'"name":"{FLEET}"'.encode()), []
+def pids_of(module: str, *words: str) -> list[int]:
+    """Return the processes of this machine that run a module and have these words in their arguments."""
+    wanted, found = [f"{module}\0", *words], []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            command = path.read_bytes()
-            if all(word in command for word in words):
-                found.append(int(path.parent.name))
+            command = path.read_text(errors="replace")
         except OSError:
             continue
+        if all(word in command for word in wanted):
+            found.append(int(path.parent.name))
     return found
 
 
-def on_node(pid: int) -> int:
-    """Return the raylet of the node on which a process of an actor runs."""
-    return parent_of(parent_of(pid))
+def gateway_pids() -> list[int]:
+    """Return the processes that are gateways of this fleet."""
+    return pids_of("fastdeploy.entrypoints.gateway", f'"name":"{FLEET}"')
+
+
+def gateways_on(node: Any) -> list[int]:
+    return sorted(set(gateway_pids()) & set(descendants(raylet_of(node))))
+
+
+def replicas_on(node: Any) -> list[int]:
+    return sorted(set(pids_of("fastdeploy.entrypoints.replica_main")) & set(descendants(raylet_of(node))))
+
+
+def members(url: str) -> list[dict[str, Any]]:
+    """Return the members that a gateway has; none if it does not answer."""
+    try:
+        reply = httpx.get(f"{url}/v1/replicas", timeout=10).json()
+    except httpx.HTTPError:
+        return []
+    return [replica for replica in reply["replicas"] if replica["state"] == "member"]
 
 
 class Clients:
     """Sends requests through whichever gateway answers, as a client behind a balancer does. slowest_s: of all requests,
-    from their first try on. failures: tries that failed, by what the client saw."""
+    from their first try on. failures: counts of tries that failed, by what the client saw."""
 
     def __init__(self, fleet: RayCommand):
         self._fleet, self._stopped = fleet, threading.Event()
-        self.num, self.slowest_s, self.failures, self.texts = 0, 0.0, list[str](), set[tuple[int, ...]]()
+        self.num, self.slowest_s, self.failures, self.texts = 0, 0.0, Counter[str](), set[tuple[int, ...]]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -88,7 +108,7 @@ class Clients:
                 reply = httpx.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(60, connect=5))
                 reply.raise_for_status()
             except httpx.HTTPError as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
+                self.failures[f"{type(error).__name__}: {error}"] += 1
                 time.sleep(0.1)
                 continue
             self.texts.add(tuple(reply.json()["choices"][0]["token_ids"]))
@@ -102,62 +122,63 @@ class Clients:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Start a Ray cluster with a head and two nodes, each with room for one replica."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY_SETTINGS.items():
-            patch.setenv(name, value)
-        from ray.cluster_utils import Cluster
-
-        cluster = Cluster(initialize_head=True, head_node_args=node(0))
+    """A cluster whose head has no room for a replica."""
+    with ray_cluster(head_cpus=0) as cluster:
         yield cluster
-        cluster.shutdown()
 
 
 @pytest.mark.timeout(1200)
 def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster, tmp_path):
     nodes = [cluster.add_node(**node(1)) for _ in range(2)]
     fleet = RayCommand(cluster.address, tmp_path, "--replicas", "2", "--gateways", "3", "--name", FLEET)
+
+    def until_each_has(number: int, what: str) -> None:
+        """Wait until all three gateways serve, and each of them has this number of members."""
+        until(lambda: len(fleet.urls) == 3 and all(len(members(url)) == number for url in fleet.urls), WAIT_S, what)
+
     try:
-        until(lambda: len(fleet.urls) == 3, WAIT_S, "three gateways serve")
-
-        def members(url: str) -> int:
-            try:
-                reply = httpx.get(f"{url}/v1/replicas", timeout=10).json()
-            except httpx.HTTPError:
-                return 0
-            return sum(replica["state"] == "member" for replica in reply["replicas"])
-
-        until(lambda: all(members(url) == 2 for url in fleet.urls), WAIT_S, "every gateway has two members")
+        until_each_has(2, "every gateway has two members")
         for url in fleet.urls:
             assert control(url, "/v1/pause", hold_id=url)["is_paused"]
         for url in reversed(fleet.urls):
             assert control(url, "/v1/resume", hold_id=url)["released"] == [url]
-        gateways = {pid: on_node(pid) for pid in gateway_pids()}
-        held = {raylet_of(one): list(gateways.values()).count(raylet_of(one)) for one in nodes}
-        print(f"gateways on the two nodes: {list(held.values())}, on the head: {3 - sum(held.values())}")
-        victim = max(nodes, key=lambda one: held[raylet_of(one)])
-        assert held[raylet_of(victim)], "no gateway runs on a node that can be lost"
+        while not any(map(gateways_on, nodes)):  # Ray may put all of them on the head, which is not lost here
+            os.kill(gateway_pids()[0], signal.SIGKILL)
+            until_each_has(2, "a gateway that was killed serves again")
+        print(f"gateways on the two nodes: {[len(gateways_on(one)) for one in nodes]}, the others on the head")
+        victim, other = sorted(nodes, key=lambda one: len(gateways_on(one)), reverse=True)
+        lost = {*gateways_on(victim), *replicas_on(victim)}
+        assert replicas_on(victim) and replicas_on(other), "each of the two nodes has one of the replicas"
         clients = Clients(fleet)
         until(lambda: clients.num >= 5, WAIT_S, "requests are answered")
-        before, began = set(fleet.urls), time.monotonic()
+        print(f"load averages: {os.getloadavg()}")
+        began = time.monotonic()
         cluster.remove_node(victim, allow_graceful=False)
         seen = clients.num
         until(lambda: clients.num >= seen + 3, WAIT_S, "requests are answered without the node")
         print(f"3 more requests were answered {time.monotonic() - began:.1f} s after the loss of a node")
-        until(lambda: set(fleet.urls) != before, WAIT_S, "the lost gateway serves elsewhere")
-        print(f"the gateway of the node served elsewhere after {time.monotonic() - began:.1f} s")
+        until_each_has(1, "the lost gateways serve elsewhere, with the member that is left")
+        print(f"the gateways of the node served elsewhere {time.monotonic() - began:.1f} s after its loss")
+        until(lambda: not any(map(is_alive, lost)), WAIT_S, "what ran on the lost node has ended")
+        control(fleet.urls[0], "/v1/update_weights", model_path=str(MODEL_DIR), version="after-the-loss")
         began = time.monotonic()
-        cluster.add_node(**node(1))
-        until(lambda: all(members(url) == 2 for url in fleet.urls), WAIT_S, "two members at every gateway again")
+        added = cluster.add_node(**node(1))
+        until_each_has(2, "two members at every gateway again")
         print(f"the replica of the node was a member {time.monotonic() - began:.1f} s after another node came")
+        assert replicas_on(added), "the lost replica has come back on the node that was added"
+        versions = {replica["version"] for url in fleet.urls for replica in members(url)}
+        assert versions == {"after-the-loss"}, "the replica joined with the weights of the fleet"
         clients.stop()
-        print(f"{clients.num} requests, the slowest {clients.slowest_s:.1f} s, tries that failed: {clients.failures}")
+        print(f"load averages: {os.getloadavg()}")
+        print(
+            f"{clients.num} requests, the slowest {clients.slowest_s:.1f} s, tries that failed: {dict(clients.failures)}"
+        )
         assert len(clients.texts) == 1, "every answer has the same tokens"
         assert control(fleet.urls[0], "/v1/pause", hold_id="last")["is_paused"]
     finally:
         status = fleet.stop()
         print(fleet.log.read_text()[-3000:])
-    assert status == 0 and KEY not in fleet.log.read_text()
+    assert status == 0 and FLEET_KEY not in fleet.log.read_text()
     until(lambda: not gateway_pids(), 60, "the gateways have ended")
 
 
