@@ -26,7 +26,7 @@ from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.testing.process import free_port
-from support.ray_cluster import FLEET_KEY, SETTINGS, actor_of, node, ray_cluster, raylet_above, raylet_of
+from support.ray_cluster import FLEET_KEY, SETTINGS, actor_of, add_node, ray_cluster, raylet_above, raylet_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.anyio]
 SECRETS = {"FASTDEPLOY_FLEET_KEY": FLEET_KEY}
@@ -164,10 +164,10 @@ async def test_a_gateway_that_is_killed_leaves_its_replicas(cluster):
 async def test_a_node_that_comes_gets_the_replica_that_waits_and_one_that_goes_gives_it_back(cluster):
     async with fleet(cluster, "nodes", replicas=3) as follower:
         assert len(await follower.until(lambda placements: len(placements) == 2)) == 2
-        first = cluster.add_node(**node(1))
+        first = add_node(cluster, 1)
         placements = await follower.until(lambda placements: len(placements) == 3)
         waited = next(p for p in placements.values() if raylet_above(pid_of(p)) == raylet_of(first))
-        spare = cluster.add_node(**node(1))
+        spare = add_node(cluster, 1)
         cluster.remove_node(first, allow_graceful=False)
         placements = await follower.until(lambda placements: pid_of(placements[waited.name]) != pid_of(waited))
         assert len(placements) == 3 and raylet_above(pid_of(placements[waited.name])) == raylet_of(spare)

@@ -20,7 +20,7 @@ import pytest
 from e2e.server import PROMPT, SMALL, until
 from fastdeploy.core.process import descendants, is_alive
 from fastdeploy.embedded import MODEL_DIR
-from support.ray_cluster import FLEET_KEY, SETTINGS, node, ray_cluster, raylet_of
+from support.ray_cluster import FLEET_KEY, SETTINGS, add_node, ray_cluster, raylet_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 WAIT_S = 240.0
@@ -129,7 +129,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.mark.timeout(1200)
 def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster, tmp_path):
-    nodes = [cluster.add_node(**node(1)) for _ in range(2)]
+    nodes = [add_node(cluster, 1) for _ in range(2)]
     fleet = RayCommand(cluster.address, tmp_path, "--replicas", "2", "--gateways", "3", "--name", FLEET)
 
     def until_each_has(number: int, what: str) -> None:
@@ -162,7 +162,7 @@ def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster
         until(lambda: not any(map(is_alive, lost)), WAIT_S, "what ran on the lost node has ended")
         control(fleet.urls[0], "/v1/update_weights", model_path=str(MODEL_DIR), version="after-the-loss")
         began = time.monotonic()
-        added = cluster.add_node(**node(1))
+        added = add_node(cluster, 1)
         until_each_has(2, "two members at every gateway again")
         print(f"the replica of the node was a member {time.monotonic() - began:.1f} s after another node came")
         assert replicas_on(added), "the lost replica has come back on the node that was added"
@@ -170,9 +170,7 @@ def test_nodes_with_gateways_and_replicas_come_and_go_while_requests_run(cluster
         assert versions == {"after-the-loss"}, "the replica joined with the weights of the fleet"
         clients.stop()
         print(f"load averages: {os.getloadavg()}")
-        print(
-            f"{clients.num} requests, the slowest {clients.slowest_s:.1f} s, tries that failed: {dict(clients.failures)}"
-        )
+        print(f"{clients.num} requests, the slowest {clients.slowest_s:.1f} s; failed tries: {dict(clients.failures)}")
         assert len(clients.texts) == 1, "every answer has the same tokens"
         assert control(fleet.urls[0], "/v1/pause", hold_id="last")["is_paused"]
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ SETTINGS = {
     "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
 }
 AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
+TRIES = 5  # to start a node
 
 
 @contextmanager
@@ -32,18 +33,34 @@ def ray_cluster(head_cpus: int) -> Iterator[Any]:
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args=node(head_cpus))
+        cluster = _until_started(lambda: Cluster(initialize_head=True, head_node_args=_settings(head_cpus)))
         try:
             yield cluster
         finally:
             cluster.shutdown()
 
 
-def node(num_cpus: int) -> dict[str, Any]:
-    """Return the settings of a node. Its agent need not choose ports: a node waits 15 s at most for an agent, and may
-    fail to start on a busy machine."""
-    ports = {port: free_port() for port in AGENT_PORTS}
+def add_node(cluster: Any, num_cpus: int) -> Any:
+    """Start another node of the cluster, and return it."""
+    return _until_started(lambda: cluster.add_node(**_settings(num_cpus)))
+
+
+def _settings(num_cpus: int) -> dict[str, Any]:
+    ports = {port: free_port() for port in AGENT_PORTS}  # one choice less for the agent of the node
     return {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 80_000_000, **ports}
+
+
+def _until_started(start: Callable[[], Any]) -> Any:
+    """Start a node, and return what ``start`` returns. A new node waits 15 s at most for its agent, which may take
+    longer on a busy machine. Then the node ends, and another one is tried. What is left of it ends with this process.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return start()
+        except Exception as error:  # Ray has no class of its own for this
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
 
 
 def raylet_of(node: Any) -> int:
