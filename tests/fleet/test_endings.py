@@ -12,7 +12,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.endings import Ended, EndingCall
 from fastdeploy.inter_communicator import messages as m
-from fleet.test_relay import Fleet, in_loop, request
+from fleet.played_fleet import Fleet, in_loop, request
 
 
 @pytest.mark.parametrize(

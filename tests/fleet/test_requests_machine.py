@@ -26,7 +26,7 @@ from fastdeploy.fleet.replica import ReplicaEvent, ReplicaState
 from fastdeploy.http.body import parse_body
 from fastdeploy.http.openai.protocol import GenerationBody, generation_request
 from fastdeploy.inter_communicator import messages as m
-from fleet.test_relay import MAX_WAITING, Fleet, PlayedConnection
+from fleet.played_fleet import MAX_WAITING, Fleet, PlayedConnection
 from support.search import examples
 
 NUM_REPLICAS = 2
