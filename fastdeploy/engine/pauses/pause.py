@@ -249,6 +249,8 @@ class PauseState:
         for call in self._calls:
             call.note_silent(silent)
         later = now + self._delivery.fence_timeout_s(FENCE_TIMEOUT_S)
+        if now < fence.last:  # others were kept until then
+            later = min(later, fence.last)
         fence.deadline = min(later, first_due) if silent.slow else later
 
     def _time_out(self, call: PauseCall, now: float) -> None:

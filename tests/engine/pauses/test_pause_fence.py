@@ -197,3 +197,21 @@ def test_the_patience_with_gateways_that_follow_is_not_that_with_the_one_that_le
     h.now += p.FENCE_TIMEOUT_S + 0.1
     h.run_rounds(2)
     assert "leads" not in h.engine.delivery.clients
+
+
+def test_a_gateway_that_leads_has_no_more_time_after_one_that_follows_was_dropped():
+    h = busy()
+    for gateway, pid in (("leads", 21), ("follows", 22)):
+        h.send(m.Hello(pid, host=host_id(), gateway=gateway), gateway)
+        h.run_rounds()
+    patience_s = p.FENCE_TIMEOUT_S / 2
+    assert lead(h, client="leads", gateway="leads", patience_s=patience_s).failure is None
+    h.transport.mute |= {"leads", "follows"}
+    h.call(m.PauseArgs("keep"), "leads")
+    h.run_rounds()
+    h.now += patience_s + 0.1
+    h.run_rounds()
+    assert "follows" not in h.engine.delivery.clients and "leads" in h.engine.delivery.clients
+    h.now += patience_s
+    h.run_rounds(2)
+    assert "leads" not in h.engine.delivery.clients
