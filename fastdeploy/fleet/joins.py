@@ -20,8 +20,9 @@ JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Joins:
-    """The joins that are under way. joiner: makes one try. fence(replica, why): has a replica restarted. spawn: begins
-    a task whose error ends this process."""
+    """The joins that are under way. joiner: makes one try. fence(replica, why): has a replica restarted.
+    blocked(replica): called when a replica turns out to be blocked, for those that wait for its join. spawn: begins a
+    task whose error ends this process."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Joins:
         state: FleetState,
         leadership: GatewayLeadership,
         fence: Callable[[Replica, str], None],
+        blocked: Callable[[Replica], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ):
         self._config = config
@@ -37,6 +39,7 @@ class Joins:
         self._state = state
         self._leadership = leadership
         self._fence = fence
+        self._blocked = blocked
         self._spawn = spawn
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
 
@@ -73,7 +76,9 @@ class Joins:
                 await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
                 continue
             except (JoinBlocked, ReplicaMisfit) as error:  # a restart would not help
-                replica.why, replica.blocked = error.message, True
+                was_blocked, replica.why, replica.blocked = replica.blocked, error.message, True
+                if not was_blocked:
+                    self._blocked(replica)
                 await self._wait_for_change(revision)
                 continue
             except RestartNeeded as error:

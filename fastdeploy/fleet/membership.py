@@ -54,7 +54,7 @@ class Membership:
         self._connector = connector
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._moved = asyncio.Event()  # a replica has changed its state
+        self._moved = asyncio.Event()  # a replica has changed its state, or is blocked
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()  # errors of tasks
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self._quorum: dict[str, Replica] = {}  # those in the states of a member, and those that are open, in the order
@@ -78,7 +78,9 @@ class Membership:
         self.hosts = RemoteHosts(config)
         transfer = Transfer(self.hosts, config.fence_after_s)
         self._joiner = Joiner(config, self.state, self.leadership, self.replicas, transfer)
-        self.joins = Joins(config, self._joiner, self.state, self.leadership, self.fence, self._spawn)
+        self.joins = Joins(
+            config, self._joiner, self.state, self.leadership, self.fence, self._replica_changed, self._spawn
+        )
 
     @property
     def quorum(self) -> list[Replica]:
@@ -225,7 +227,7 @@ class Membership:
         self._restart(replica, why)
 
     async def until_moved(self, seconds: float) -> None:
-        """Return when a replica has changed its state, or after ``seconds``."""
+        """Return when a replica has changed its state or is blocked, or after ``seconds``."""
         self._moved.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._moved.wait(), seconds)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from fastdeploy.core.errors import AttachedElsewhere
+from fastdeploy.core.errors import AttachedElsewhere, ReplicaMisfit
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.fleet.replica import Replica, ReplicaEvent
@@ -63,6 +63,27 @@ async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the
     fleet.replicas[1].advance(ReplicaEvent.JOINED)
     await submitting
     assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+
+
+@in_loop
+async def test_a_repeat_is_computed_again_once_the_replica_with_the_result_cannot_join(fleet):
+    async def misfit(replica: Replica) -> None:
+        raise ReplicaMisfit("it has another model", param="vocab_size")
+
+    fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
+    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
+    await asyncio.sleep(0.05)
+    assert not submitting.done()
+    joins = fleet.client.membership.joins
+    del joins.begin  # the real one
+    joins._joiner.bring = misfit
+    joins.begin(fleet.replicas[1])
+    await asyncio.wait_for(submitting, 10.0)  # failover_s is longer
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [1, 0]
+    joins.end_all()
 
 
 @in_loop
