@@ -19,7 +19,7 @@ from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import Outcomes, is_remote
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
-from fastdeploy.fleet.staging import Staging, boot_id
+from fastdeploy.fleet.staging import Staging
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -140,7 +140,7 @@ class FleetControl:
     async def _call_sent(self, args: m.SentCallArgs) -> dict[str, Any]:
         """Make a call whose source the gateway that got it has sent to the other hosts. See SentCallArgs."""
         elsewhere = [replica for replica in self._membership.quorum if replica.placement.host != args.host]
-        boots = {replica.name: boot_id(replica) for replica in elsewhere}
+        boots = {replica.name: replica.boot_id for replica in elsewhere}
         copies = {name: copy for name, copy in args.copies.items() if copy.boot_id == boots.get(name)}
         if uncopied := {name: boot for name, boot in boots.items() if name not in copies}:
             return {"uncopied": uncopied}

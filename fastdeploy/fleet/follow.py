@@ -101,8 +101,8 @@ class Following:
 
     def place(self, replica: Replica) -> None:
         """Bring a replica to the state that it has in the view, if this gateway follows one."""
-        now, welcome = self.view.replicas.get(replica.name), replica.client.welcome
-        if now is None or welcome is None or now.boot_id != welcome.boot_id:
+        now = self.view.replicas.get(replica.name)
+        if now is None or now.boot_id != replica.boot_id:
             return
         for event in STEPS.get((replica.state, now.state), ()):
             replica.advance(event)
@@ -172,7 +172,6 @@ def _must_be_cut(replica: Replica, before: ReplicaView | None, now: ReplicaView 
     before: the replica in the last view of the same term."""
     if not replica.in_quorum and not replica.in_flight:
         return False
-    welcome = replica.client.welcome
-    if now is None or welcome is None or now.boot_id != welcome.boot_id:
+    if now is None or now.boot_id != replica.boot_id:
         return True
     return before is not None and before.lives != now.lives

@@ -149,6 +149,12 @@ class Replica:
         return self.placement.name
 
     @property
+    def boot_id(self) -> str:
+        """The boot id of the engine to which this gateway is connected; "" = to none."""
+        welcome = self.client.welcome
+        return "" if welcome is None else welcome.boot_id
+
+    @property
     def in_quorum(self) -> bool:
         """Whether control calls go to this replica."""
         return self.state in (ReplicaState.MEMBER, ReplicaState.DRAINING)

@@ -89,6 +89,5 @@ class RetainedRequests:
 
 
 def _life_of(replica: Replica) -> tuple[str, str]:
-    """Return the name of a replica, and the boot id of its engine; "" while none is connected."""
-    welcome = replica.client.welcome
-    return replica.name, welcome.boot_id if welcome is not None else ""
+    """Return the name of a replica, and the boot id of its engine."""
+    return replica.name, replica.boot_id

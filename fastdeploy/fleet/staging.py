@@ -34,7 +34,7 @@ class Staging:
 
     def needed(self, source: Source) -> dict[str, str]:
         """Return the members that need a copy of the source, each with the boot id of its engine."""
-        return {replica.name: boot_id(replica) for replica in self._membership.quorum if must_send(replica, source)}
+        return {replica.name: replica.boot_id for replica in self._membership.quorum if must_send(replica, source)}
 
     @contextlib.asynccontextmanager
     async def sending_early(self, path: str, nbytes: int) -> AsyncIterator[GrowingFile | None]:
@@ -72,10 +72,10 @@ class Staging:
         known = self._membership.replicas
         try:
             async with asyncio.timeout(self._config.fence_after_s):
-                while any(name not in known or boot_id(known[name]) != boot for name, boot in boots.items()):
+                while any(name not in known or known[name].boot_id != boot for name, boot in boots.items()):
                     await asyncio.sleep(LOOK_AGAIN_S)
         except TimeoutError:
-            lacks = [name for name, boot in boots.items() if name not in known or boot_id(known[name]) != boot]
+            lacks = [name for name, boot in boots.items() if name not in known or known[name].boot_id != boot]
             raise EngineDead(f"this gateway has no connection to {', '.join(lacks)}: nothing was changed") from None
         return [known[name] for name in boots]
 
@@ -85,7 +85,7 @@ class EarlySending:
     until :meth:`close`."""
 
     def __init__(self, hosts: RemoteHosts, replicas: Sequence[Replica], content: GrowingFile):
-        self._boots = {replica.name: boot_id(replica) for replica in replicas}
+        self._boots = {replica.name: replica.boot_id for replica in replicas}
         self._outcomes: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._outcomes.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._task = asyncio.create_task(self._run(hosts, replicas, content))
@@ -110,9 +110,3 @@ class EarlySending:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._outcomes.cancel()
-
-
-def boot_id(replica: Replica) -> str:
-    """Return the boot id of the engine to which this gateway is connected; "" = to none."""
-    welcome = replica.client.welcome
-    return "" if welcome is None else welcome.boot_id

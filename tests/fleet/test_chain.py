@@ -20,7 +20,7 @@ from fastdeploy.fleet import chain
 from fastdeploy.fleet.chain import GrowingFile
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.remote import Outcomes, RemoteHosts
-from fastdeploy.fleet.staging import EarlySending, boot_id
+from fastdeploy.fleet.staging import EarlySending
 from fastdeploy.http.guards.keys import Keys
 from support.tcp_proxy import Proxy
 
@@ -35,8 +35,7 @@ class Host:
         self.folder, self.stack = folder, stack
         self.proxy = Proxy(httpx.URL(stack.server.url).port or 0, "127.0.0.1")
         placement = SimpleNamespace(url=f"http://127.0.0.1:{self.proxy.port}", host=host)
-        client = SimpleNamespace(welcome=SimpleNamespace(boot_id=name))
-        self.replica: Any = SimpleNamespace(name=name, placement=placement, client=client)
+        self.replica: Any = SimpleNamespace(name=name, placement=placement, boot_id=name)
 
     @property
     def files(self) -> list[Path]:
@@ -82,7 +81,7 @@ def replicas(hosts: Sequence[Host]) -> list[Any]:
 
 
 def boots(hosts: Sequence[Host]) -> dict[str, str]:
-    return {host.replica.name: boot_id(host.replica) for host in hosts}
+    return {host.replica.name: host.replica.boot_id for host in hosts}
 
 
 async def until_no_file(*hosts: Host) -> None:

@@ -15,7 +15,6 @@ from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.weight_source import FileSource, Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement, StaticLauncher
-from fastdeploy.fleet.staging import boot_id
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
@@ -244,7 +243,7 @@ def test_a_member_that_the_follower_does_not_count_yet_gets_a_copy_too(fleet, mo
 def test_a_copy_for_an_earlier_engine_does_not_count(fleet):
     stale = m.SentCallArgs(m.UpdateWeightsArgs(FileSource("/w1")), "host of the gateway", {"r0": m.Copy("earlier")})
     uncopied = fleet.leader.run(fleet.leader.client.call(stale))["uncopied"]
-    assert uncopied == {name: boot_id(fleet.leader.replica(name)) for name in ("r0", "r1")}
+    assert uncopied == {name: fleet.leader.replica(name).boot_id for name in ("r0", "r1")}
     assert fleet.versions == ["0"] * 2
 
 
