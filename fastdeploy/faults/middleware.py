@@ -69,7 +69,7 @@ class FaultMiddleware:
         injection = Injection(scope["path"], asked, trace_id)
         CURRENT.set(injection)
         answer = Answer(injection, self._book, send)
-        scope["extensions"].pop(SEND_PART, None)  # the answer sees all parts
+        scope.get("extensions", {}).pop(SEND_PART, None)  # the answer sees all parts
         self._num_requests += 1
         number = self._num_requests
         app: ASGIApp = self._app

@@ -84,8 +84,9 @@ class RetainedRequests:
             waiting[future] = replica
         done, _ = await asyncio.wait(waiting, timeout=self._config.fence_after_s) if waiting else (set(), set())
         answers = {waiting[future]: future.result().result for future in done if future.exception() is None}
-        known = {replica: answer.get("kept", 0.0) for replica, answer in answers.items() if answer.get("known")}
-        return max(known, key=known.__getitem__, default=None)
+        known = {replica: answer.get("kept_s") for replica, answer in answers.items() if answer.get("known")}
+        kept = {replica: seconds for replica, seconds in known.items() if seconds is not None}
+        return min(kept, key=kept.__getitem__, default=next(iter(known), None))
 
 
 def _life_of(replica: Replica) -> tuple[str, str]:

@@ -250,8 +250,8 @@ class ExportWeightsArgs(Args, frozen=True):
 
 class RetainedArgs(Args, frozen=True):
     """The question whether this engine knows a request with retain_s. Reply: {"known": whether a request with this id
-    runs here or has a retained result, "kept": time.time() at which a client has asked last for its tokens, if all of
-    them are here, else 0}. The rest of a request whose engine was lost is known, and not kept."""
+    runs here or has a retained result, "kept_s": seconds since a client has asked last for its tokens, if all of them
+    are here, else null}. The rest of a request whose engine was lost is known, and not kept."""
 
     reads = True
 

@@ -37,14 +37,14 @@ async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
     later.close()
 
 
-@pytest.mark.parametrize("kept", [(0.0, 5.0), (5.0, 6.0)], ids=["one has the rest", "one was computed again"])
-def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept):
+@pytest.mark.parametrize("kept_s", [(None, 5.0), (6.0, 5.0)], ids=["one has the rest", "one was computed again"])
+def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept_s):
     async def run() -> None:
         fleet = Fleet()
         submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
         await asyncio.sleep(0)
-        for engine, at in zip(fleet.engines, kept, strict=True):
-            engine.reply(engine.of(m.Call)[0], known=True, kept=at)
+        for engine, seconds in zip(fleet.engines, kept_s, strict=True):
+            engine.reply(engine.of(m.Call)[0], known=True, kept_s=seconds)
         await submitting
         assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
 
@@ -57,7 +57,7 @@ async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the
     submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
     await asyncio.sleep(0)
     for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept_s=1.0)
     await asyncio.sleep(0.05)
     assert not submitting.done() and not any(engine.of(AddRequest) for engine in fleet.engines)
     fleet.replicas[1].advance(ReplicaEvent.JOINED)
@@ -74,7 +74,7 @@ async def test_a_repeat_is_computed_again_once_the_replica_with_the_result_canno
     submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
     await asyncio.sleep(0)
     for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept=1.0)
+        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept_s=1.0)
     await asyncio.sleep(0.05)
     assert not submitting.done()
     joins = fleet.client.membership.joins

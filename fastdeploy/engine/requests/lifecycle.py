@@ -256,9 +256,10 @@ class RequestLifecycle:
 
     @handles(m.RetainedArgs)
     def describe_retained(self, args: m.RetainedArgs) -> dict[str, Any]:
-        """Say whether a request runs here or has a retained result, and since when all of its tokens are here."""
+        """Say whether a request runs here or has a retained result, and how long ago its tokens were asked for."""
         name = args.request_id
-        return {"known": self.knows(name), "kept": self._retention.attached_at(name)}
+        asked_at = self._retention.attached_at(name)
+        return {"known": self.knows(name), "kept_s": time.time() - asked_at if asked_at else None}
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:
         """Drop the prefix cache. Works in every state of a pause. Requests keep their tokens, and also their KV unless

@@ -99,19 +99,22 @@ def test_a_repeated_request_takes_over_from_its_rest_that_came_from_a_lost_engin
     assert h.stream("r", client="b").tokens == expected_tokens(PROMPT, 20)
 
 
-def test_an_engine_tells_when_a_client_has_asked_last_for_a_request_whose_tokens_it_has():
+def test_an_engine_tells_when_a_client_has_asked_last_for_a_request_whose_tokens_it_has(monkeypatch):
     def told(name: str) -> dict[str, float]:
         h.run_rounds()
         return h.engine.lifecycle.describe_retained(m.RetainedArgs(name))
 
-    h = Harness()
+    h, now = Harness(), 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
     ask(h, request_id="rest", group="x", retain_s=0.0)
-    assert told("x") == {"known": True, "kept": 0.0} and told("r") == {"known": False, "kept": 0.0}
+    assert told("x") == {"known": True, "kept_s": None} and told("r") == {"known": False, "kept_s": None}
     ask(h)
-    first = told("r")["kept"]
+    h.run_rounds()
+    now += 5.0
+    assert told("r") == {"known": True, "kept_s": 5.0}
     hang_up(h)
     ask(h)
-    assert 0.0 < first < told("r")["kept"]
+    assert told("r") == {"known": True, "kept_s": 0.0}
 
 
 def test_a_rest_with_another_body_keeps_its_id():
