@@ -306,9 +306,12 @@ class CommonEngine:
 
     @handles(m.LeadArgs)
     def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
-        if client != self.gateway_lease.gateway:
+        is_another = client != self.gateway_lease.gateway
+        if is_another:
             self.delivery.send(self.gateway_lease.gateway, m.Heartbeat())  # drops a leader that has died
         self.gateway_lease.lead(args, client)
+        if is_another:
+            self.scopes.keep_holds()
         self.delivery.lead(client, args.patience_s)
         self.adapters.stop_lookups()
         self.adapters.note_past_epoch(args.past_adapter_epoch)

@@ -163,6 +163,20 @@ def test_after_the_lease_nobody_else_changes_the_state_until_another_controller_
     assert lead(h, 3).failure is None and refusal(h, m.ResumeArgs(), "h").detail["term"] == 3
 
 
+def test_a_hold_stands_under_the_next_leader_though_its_call_was_to_release_it_at_a_time_out():
+    h = led()
+    h.add("r", PROMPT, max_tokens=50)
+    h.run_rounds(3)
+    h.call(m.PauseArgs("wait", hold_id="x", timeout_s=20.0, on_timeout="cancel"), GATEWAY)
+    h.run_rounds()
+    h.now += 11.0
+    assert [hold["id"] for hold in lead(h, 2, "gw-2", "h").result["holds"]] == ["x"]
+    h.now += 9.0
+    h.run_rounds(3)
+    status = h.ask(m.PauseStatusArgs()).result
+    assert status["is_paused"] and [hold["id"] for hold in status["holds"]] == ["x"]
+
+
 def test_a_leader_whose_connection_has_ended_is_followed_at_once_by_a_higher_term():
     h = led()
     h.transport.gone.add(GATEWAY)

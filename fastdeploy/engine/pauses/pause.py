@@ -188,6 +188,13 @@ class PauseState:
             **self.scope.weights_label(),
         }
 
+    def keep_holds(self) -> None:
+        """Let no waiting call release its hold at its time-out. A gateway that begins to lead the fleet has found the
+        hold here, or on another engine, and gives it to all engines."""
+        for call in self._calls:
+            if call.on_timeout == "cancel":
+                call.on_timeout = "keep"
+
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting call with ``error``, when the engine ends."""
         for call in self._calls:

@@ -183,6 +183,11 @@ class ScopeRegistry:
         now, paused = self._clock(), (self.whole_pause, *self._held)
         return [hold.describe(now) for pause in paused for hold in pause.holds.values()]
 
+    def keep_holds(self) -> None:
+        """Let no waiting pause call release its hold at its time-out, since another gateway leads now."""
+        for pause in (self.whole_pause, *self._held):
+            pause.keep_holds()
+
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting pause call with ``error``, when the engine ends."""
         for pause in (self.whole_pause, *self._held):
