@@ -281,7 +281,7 @@ class Chaos:
         answers = await self._witness.ask(
             [each for each in self.launcher.names if each not in harmed], m.RetainedArgs(name)
         )
-        return {each: lives.get(each, 0) for each, answer in answers.items() if answer["kept"]}
+        return {each: lives.get(each, 0) for each, answer in answers.items() if answer["kept_s"] is not None}
 
     async def _members(self) -> dict[str, tuple[str, ...]]:
         """Return the members, as the gateway that leads knows them, by name: with that gateway's address. Empty if it
