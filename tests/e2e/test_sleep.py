@@ -55,7 +55,7 @@ def test_an_engine_whose_sleep_hangs_in_a_write_answers_calls_and_its_death_ends
     reply = sleeping.result(20)
     assert reply.status == 503 and reply.json["error"]["code"] == "engine_dead"
     stream.wait_end()
-    assert not is_alive(engine)
+    until(lambda: not is_alive(engine), 20, "the engine has ended")
     server.wait_ready()
     status = server.get("/v1/is_paused").result
     assert status["boot_id"] != boot and not status["holds"]
