@@ -132,13 +132,13 @@ class RequestLifecycle:
         """End the rests of an earlier sending of ``add``, a request with retain_s, that were moved here when their
         engine was lost. Their client gets an error: a gateway that has died, which is not noticed yet, or one whose
         own client is gone."""
-        rests = [r for r in self.requests.known_as(add.request_id) if r.group.add.retain_s <= 0]
-        rests = [r for r in rests if r.live and add.fingerprint and r.group.add.fingerprint == add.fingerprint]
+        rests = [r for r in self.requests.known_as(add.request_id) if r.live and _is_rest(r.group.add, add)]
         for request in rests:
             request.silent = True
             self._scheduler.end(request, FinishReason.ABORT, "a later request with its id took over")
             self._delivery.reject(request.group.client, request.group.add.request_id, _taken_over(add))
-        self.hand_over([])
+        if rests:
+            self.hand_over([])
 
     # ------------------------------------------------------------------ out
 
@@ -319,6 +319,11 @@ class RequestLifecycle:
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks
+
+
+def _is_rest(earlier: AddRequest, add: AddRequest) -> bool:
+    """Return whether ``earlier`` is the rest of an earlier sending of ``add``. See AddRequest.fingerprint."""
+    return earlier.retain_s <= 0 and bool(add.fingerprint) and earlier.fingerprint == add.fingerprint
 
 
 def _taken_over(add: AddRequest) -> AttachedElsewhere:

