@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.core.errors import AttachedElsewhere, ReplicaMisfit
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.launcher import Placement
@@ -14,18 +15,23 @@ from fastdeploy.fleet.replica import Replica, ReplicaEvent
 from fastdeploy.inter_communicator import messages as m
 from fleet.played_fleet import Fleet, in_loop, request
 
+ADD = request(retain_s=60.0, fingerprint="f")
+
+
+async def submit(fleet: Fleet, holder: int, kept_s: float | None = None) -> asyncio.Future[RequestStream]:
+    """Send ADD. Of the engines that are asked, the one with the number ``holder`` knows it."""
+    submitting = asyncio.ensure_future(fleet.client.submit(ADD))
+    await asyncio.sleep(0)
+    for i, engine in enumerate(fleet.engines):
+        engine.reply(engine.of(m.Call)[-1], known=i == holder, kept_s=kept_s)
+    return submitting
+
 
 @in_loop
 async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
-    add = request(retain_s=60.0, fingerprint="f")
-    first = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        [call] = engine.of(m.Call)
-        engine.reply(call, known=engine is fleet.engines[1])
-    stream = await first
+    stream = await (await submit(fleet, 1))
     assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
-    repeat = asyncio.ensure_future(fleet.client.submit(add))
+    repeat = asyncio.ensure_future(fleet.client.submit(ADD))
     await asyncio.sleep(0)
     *_, fence = fleet.engines[1].of(m.Call)  # behind it no output of the first stream comes
     fleet.engines[1].reply(fence)
@@ -41,7 +47,7 @@ async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
 def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept_s):
     async def run() -> None:
         fleet = Fleet()
-        submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+        submitting = asyncio.ensure_future(fleet.client.submit(ADD))
         await asyncio.sleep(0)
         for engine, seconds in zip(fleet.engines, kept_s, strict=True):
             engine.reply(engine.of(m.Call)[0], known=True, kept_s=seconds)
@@ -54,10 +60,7 @@ def test_a_repeat_goes_to_the_replica_whose_tokens_a_client_has_got_last(kept_s)
 @in_loop
 async def test_a_repeat_waits_for_the_replica_with_the_result_while_it_joins_the_next_leader(fleet):
     fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
-    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept_s=1.0)
+    submitting = await submit(fleet, 1, kept_s=1.0)
     await asyncio.sleep(0.05)
     assert not submitting.done() and not any(engine.of(AddRequest) for engine in fleet.engines)
     fleet.replicas[1].advance(ReplicaEvent.JOINED)
@@ -71,10 +74,7 @@ async def test_a_repeat_is_computed_again_once_the_replica_with_the_result_canno
         raise ReplicaMisfit("it has another model", param="vocab_size")
 
     fleet.replicas[1].advance(ReplicaEvent.DEPOSED)
-    submitting = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[1], kept_s=1.0)
+    submitting = await submit(fleet, 1, kept_s=1.0)
     await asyncio.sleep(0.05)
     assert not submitting.done()
     joins = fleet.client.membership.joins
@@ -88,20 +88,10 @@ async def test_a_repeat_is_computed_again_once_the_replica_with_the_result_canno
 
 @in_loop
 async def test_a_repeat_asks_all_replicas_after_the_loss_of_the_one_that_had_the_result(fleet):
-    add = request(retain_s=60.0, fingerprint="f")
-    submitting = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        engine.reply(engine.of(m.Call)[0], known=engine is fleet.engines[0])
-    (await submitting).close()
+    (await (await submit(fleet, 0))).close()
     engine = fleet.replicas[0].client
     engine.welcome = replace(engine.welcome, boot_id="of another engine, which another gateway has not asked")
-    repeat = asyncio.ensure_future(fleet.client.submit(add))
-    await asyncio.sleep(0)
-    for engine in fleet.engines:
-        *_, call = engine.of(m.Call)
-        engine.reply(call, known=engine is fleet.engines[1])
-    await repeat
+    await (await submit(fleet, 1))
     assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [1, 1]
 
 
@@ -109,7 +99,7 @@ async def test_a_repeat_asks_all_replicas_after_the_loss_of_the_one_that_had_the
 async def test_a_gateway_that_starts_asks_when_it_is_connected_to_all_replicas(fleet):
     late = Replica(Placement("late", "", "", "here"), None, 1.0, fleet.client.membership._replica_changed)
     fleet.client.membership.replicas[late.name] = late
-    asking = asyncio.ensure_future(fleet.client.submit(request(retain_s=60.0, fingerprint="f")))
+    asking = asyncio.ensure_future(fleet.client.submit(ADD))
     await asyncio.sleep(0.05)
     assert not any(engine.of(m.Call) for engine in fleet.engines)
     late.advance(ReplicaEvent.CONNECTED)

@@ -1,4 +1,4 @@
-"""What a run is, and what it measures of each pause."""
+"""The options of a run, and the figures of one pause."""
 
 from __future__ import annotations
 

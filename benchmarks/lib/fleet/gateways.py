@@ -28,7 +28,7 @@ SPAWN = multiprocessing.get_context("forkserver")
 
 
 class Look(NamedTuple):
-    """What a gateway knows, and the CPU seconds of its process. boots: of its members, the boot ids by name."""
+    """The members of a gateway, and the CPU seconds of its process. boots: boot ids of the members, by name."""
 
     leads: bool
     boots: dict[str, str]
