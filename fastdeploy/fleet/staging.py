@@ -20,7 +20,6 @@ from fastdeploy.fleet.membership import Membership
 from fastdeploy.fleet.remote import Outcomes, RemoteHosts, must_send
 from fastdeploy.fleet.replica import Replica
 
-LOOK_AGAIN_S = 0.05  # while this gateway does not know a replica yet that has joined the one that leads
 Boots = Mapping[str, str]  # boot ids of engines, by the name of the replica
 
 
@@ -69,14 +68,12 @@ class Staging:
     async def _connected(self, boots: Boots) -> list[Replica]:
         """Return the replicas of these names, once this gateway is connected to these engines. Only then it certainly
         knows where they are now."""
-        known = self._membership.replicas
-        try:
-            async with asyncio.timeout(self._config.fence_after_s):
-                while any(name not in known or known[name].boot_id != boot for name, boot in boots.items()):
-                    await asyncio.sleep(LOOK_AGAIN_S)
-        except TimeoutError:
-            lacks = [name for name, boot in boots.items() if name not in known or known[name].boot_id != boot]
-            raise EngineDead(f"this gateway has no connection to {', '.join(lacks)}: nothing was changed") from None
+        now, known = asyncio.get_running_loop().time, self._membership.replicas
+        end = now() + self._config.fence_after_s
+        while lacks := [name for name, boot in boots.items() if name not in known or known[name].boot_id != boot]:
+            if now() >= end:
+                raise EngineDead(f"this gateway has no connection to {', '.join(lacks)}: nothing was changed")
+            await self._membership.until_moved(end - now())
         return [known[name] for name in boots]
 
 
