@@ -20,6 +20,7 @@ from fastdeploy.core.process import is_alive
 NUM = 2
 FLAGS = ("--gateways", str(NUM), *SMALL)
 LONG = 800  # tokens of a stream that runs while a process is killed
+ESTABLISHED = "01"  # in /proc/net/tcp
 
 
 class Door:
@@ -41,7 +42,8 @@ def holder(fleet: FleetServer, client_port: int) -> int:
     """Return the gateway that has the connection of this client."""
     ends = f":{fleet.port:04X}", f":{client_port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    [inode] = [row[9] for row in rows if (row[1][-5:], row[2][-5:]) == ends]
+    # The kernel may show a row twice while others come and go, and the end of an earlier connection with these ports.
+    [inode] = {row[9] for row in rows if (row[1][-5:], row[2][-5:]) == ends and row[3] == ESTABLISHED}
     link = f"socket:[{inode}]"
     return next(pid for pid in fleet.gateway_pids if link in map(target, Path(f"/proc/{pid}/fd").iterdir()))
 
