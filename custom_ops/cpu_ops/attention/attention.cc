@@ -57,6 +57,8 @@ struct Exact {
   using Left = float;
 
   static void prepare(const AttentionArgs& a, float* query) { prepare_attention(a, query, false); }
+  struct Mode {};
+
   static Floats16 power_of_2(Floats16 x) { return exp2(x); }
   static void store_weights(const Floats16* weights, float* to) {
     for (int64_t u = 0; u < kUnits; ++u) store(to + u * kUnit, weights[u]);
@@ -130,12 +132,14 @@ class VectorProducts : public Operands {
   using Element = typename Operands::Element;
   using Left = typename Operands::Left;
 
-  static constexpr bool kFetchesBesideSoftmax = true;
-
   explicit VectorProducts(int64_t padded) : padded_(padded) {}
 
+  void enter(const KeyBlock<Element>&) {}
+
+  // score and add_values are not inline: with AVX2, g++ else allocates registers so that both take a quarter longer.
+
   // scores [rows][64] = query [rows][Dp] x keys.
-  void score(const Left* query, int64_t rows, const KeyBlock<Element>& block, float* scores) const {
+  [[gnu::noinline]] void score(const Left* query, int64_t rows, const KeyBlock<Element>& block, float* scores) const {
     for_rows(rows, [&](int64_t row, auto count, auto fetch) {
       for_vectors(block.units, [&](int64_t unit, auto units) {
         score_pass<count.value, units.value, fetch.value>(query + row * padded_, block, unit,
@@ -145,8 +149,8 @@ class VectorProducts : public Operands {
   }
 
   // out [rows][Dp] = out * shrink + probabilities [rows][64] x values.
-  void add_values(const Left* probabilities, const float* shrink, int64_t rows, const KeyBlock<Element>& block,
-                  float* out) const {
+  [[gnu::noinline]] void add_values(const Left* probabilities, const float* shrink, int64_t rows,
+                                    const KeyBlock<Element>& block, float* out) const {
     for_rows(rows, [&](int64_t row, auto count, auto fetch) {
       for_vectors(padded_ / 16, [&](int64_t vector, auto vectors) {
         values_pass<count.value, vectors.value, fetch.value>(probabilities + row * kKeyBlock, shrink + row, block,
@@ -166,8 +170,8 @@ class VectorProducts : public Operands {
     for (int h = 0; h < kVectors; ++h) {
       const Element* right[kVectors];
       for (int v = 0; v < kVectors; ++v) right[v] = block.keys[unit + v] + h * part * kUnit;
-      add<kFetch>(unit + h < kWithScores, query + h * part, padded_, right, block.ahead[unit + h], part / 2, 2 * kUnit,
-                  kUnit, sums);
+      add<kFetch>(block.fetch && unit + h < kWithScores, query + h * part, padded_, right, block.ahead[unit + h],
+                  part / 2, 2 * kUnit, kUnit, sums);
     }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) store(scores + r * kKeyBlock + v * kUnit, sums[r][v]);
@@ -188,8 +192,8 @@ class VectorProducts : public Operands {
     for (int64_t u = 0; u < block.units; ++u) {
       const Element* values[kVectors];
       for (int v = 0; v < kVectors; ++v) values[v] = block.values[u] + (dim / 16 + v) * kVector;
-      add<kFetch>(ahead >= kWithValues, probabilities + u * kUnit, kKeyBlock, values, block.ahead[ahead] + at,
-                  kUnit / 2, 2 * padded_, padded_, sums);
+      add<kFetch>(block.fetch && ahead >= kWithValues, probabilities + u * kUnit, kKeyBlock, values,
+                  block.ahead[ahead] + at, kUnit / 2, 2 * padded_, padded_, sums);
       at += kRead;
       if (at < piece) continue;
       at = 0;

@@ -4,14 +4,15 @@
 //   Element, Left           types of the cache, and of queries and probabilities
 //   prepare(a, query)       writes keys and values of the step to the cache, and the queries as Left
 //   power_of_2, store_weights   the weights of a row, and their rounding to Left
-//   score(...)              scores = queries x keys
-//   add_values(...)         sums = sums * shrink + probabilities x values
-//   kFetchesBesideSoftmax   whether the softmax fetches a part of what score and add_values else fetch
+//   Mode                    a state of the thread, which lasts as long as the object
+//   enter(block)            is called once for a block, before score and add_values for one group of rows after the
+//   other score(...)              scores = queries x keys add_values(...)         sums = sums * shrink + probabilities
+//   x values
 //
 // Rounding. A score is the sum over the dims in order, in float32. The weights 2^(score * scale * log2(e) - best) are
-// summed in float32, before they are rounded to Left. The values are added to the sums of the blocks before in the
-// order of the keys, in pairs. All of this is done for each row alone, so its bits do not depend on the rows beside it.
-// All functions are static: simd.h gives the reason.
+// summed in float32, before they are rounded to Left. The sums of the blocks before are rounded when they are
+// multiplied with shrink; then the values are added to them in the order of the keys, in pairs. All of this is done for
+// each row alone, so its bits do not depend on the rows beside it. All functions are static: simd.h gives the reason.
 #pragma once
 
 #include <algorithm>
@@ -32,20 +33,54 @@ namespace fd {
 namespace FD_ISA {
 
 constexpr int64_t kUnits = kKeyBlock / kUnit;
+// A block of keys is multiplied with so many rows of a task at a time: their scores stay in the first cache.
+constexpr int64_t kRowsAtOnce = 32;
+static_assert(kQueryRows % kRowsAtOnce == 0, "");
 
 // A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
 // values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile: as many keys and values of
-// the block that is read next, in pieces of 16 keys or values, in their order in memory.
+// the block that is read next, in pieces of 16 keys or values, in their order in memory; only where `fetch` is set.
 template <typename Element>
 struct KeyBlock {
   int64_t units;
   const Element *keys[kUnits], *values[kUnits];
   const Element* ahead[2 * kUnits];
+  bool fetch;
 };
 
-// Products that fetch beside the softmax have pieces [0, kWithScores) of `ahead` fetched with the scores, then those
-// before kWithValues with the softmax, and the others with the values: evenly over the time of a block.
+// Pieces [0, kWithScores) of `ahead` are fetched with the scores, then those before kWithValues with the softmax, and
+// the others with the values: evenly over the time of a block.
 constexpr int64_t kWithScores = 3, kWithValues = 5;
+
+// Fetches pieces, some lines at a time.
+template <typename Element>
+class Fetcher {
+ public:
+  Fetcher(const KeyBlock<Element>& block, int64_t first, int64_t end, int64_t padded)
+      : piece_(block.ahead + first), end_(block.fetch ? block.ahead + end : piece_), size_(kUnit * padded) {}
+
+  // Always inline: g++ takes a function that only fetches for one without effect, and drops its calls.
+  [[gnu::always_inline]] inline void next(int64_t lines) {
+    for (; lines > 0 && piece_ != end_; --lines) {
+      _mm_prefetch(reinterpret_cast<const char*>(*piece_ + at_), _MM_HINT_T0);
+      at_ += kLine;
+      if (at_ < size_) continue;
+      at_ = 0;
+      ++piece_;
+    }
+  }
+
+  // Returns how many lines to fetch in each of so many steps.
+  int64_t lines_of(int64_t steps) const { return ((end_ - piece_) * size_ / kLine + steps - 1) / steps; }
+
+ private:
+  static constexpr int64_t kLine = 64 / sizeof(Element);
+
+  const Element* const* piece_;
+  const Element* const* const end_;
+  const int64_t size_;
+  int64_t at_ = 0;
+};
 
 // Copies the values of `count` of 16 keys and makes the others 0: they may be those of an earlier request, and
 // 0 x infinity is NaN.
@@ -88,9 +123,11 @@ class Worker {
 
  private:
   struct alignas(64) Workspace {
-    float scores[kQueryRows * kKeyBlock];
-    Left probabilities[kQueryRows * kKeyBlock];
-    float shrink[kQueryRows];
+    float scores[kRowsAtOnce * kKeyBlock];
+    Left probabilities[kRowsAtOnce * kKeyBlock];
+    float shrink[kRowsAtOnce];
+    float of_rows[16 * 16];             // a vector of each of 16 rows
+    int64_t positions[kQueryRows];      // of the rows of one kv head
     Element* values;                    // [units][16][Dp]: of a unit that the sequence does not fill, or made of keys
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
@@ -107,6 +144,12 @@ class Worker {
     int64_t kv_heads;
     const Left* query;     // of the first kv head
     int64_t first, count;  // the first is the first-th row of the sequence
+  };
+
+  // Up to kRowsAtOnce neighbouring rows. One of them sees keys of [begin, end), and all see keys of [all_from,
+  // all_see).
+  struct RowGroup {
+    int64_t first, count, begin, end, all_from, all_see;
   };
 
   // The keys of a block as units, in the first kv head of the span. next() goes to the next block, and at the end of
@@ -222,32 +265,52 @@ class Worker {
     std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded_) * 4);
   }
 
-  // The r-th row may be one of a sequence behind that of the span, which shares its keys.
-  int64_t position_of(const Rows& rows, int64_t r) const {
-    return a_.positions[a_.cu_tokens[rows.span.sequence] + (rows.first + r) / group_size(a_)];
+  // Finds the positions of rows: the r-th may be one of a sequence behind that of the span, which shares its keys.
+  void find_positions(const Rows& rows) {
+    const int64_t size = group_size(a_);
+    const int32_t* position = a_.positions + a_.cu_tokens[rows.span.sequence] + rows.first / size;
+    for (int64_t r = 0, head = rows.first % size; r < rows.count; ++r) {
+      work_.positions[r] = *position;
+      if (++head < size) continue;
+      head = 0;
+      ++position;
+    }
+  }
+
+  RowGroup group_at(const Rows& rows, int64_t first) const {
+    RowGroup group = {first, std::min(kRowsAtOnce, rows.count - first), rows.visible, 0, 0, rows.visible};
+    for (int64_t r = first; r < first + group.count; ++r) {
+      const int64_t position = work_.positions[r], from = first_seen(a_, position);
+      group.begin = std::min(group.begin, from);
+      group.all_from = std::max(group.all_from, from);
+      group.end = std::max(group.end, position + 1);
+      group.all_see = std::min(group.all_see, position + 1);
+    }
+    group.end = std::min(group.end, rows.visible);
+    return group;
   }
 
   // Adds the keys to `state`, and fetches the first of `then` at the end of the span. A row that sees no key keeps its
   // state.
   void attend(const Rows& rows, const Span& then, const SoftmaxState& state) {
     if (rows.span.begin >= rows.visible) return;
+    [[maybe_unused]] const typename Products::Mode mode;
     const Cache& cache = *a_.cache;
     const int64_t heads = rows.kv_heads, head_size = cache.block_size * padded_;
     const bool from_keys = cache.parts == 1;  // the values
     const int64_t to_values = from_keys ? 0 : cache.block_elements;
-    // All rows see the keys from all_from on that are before all_see.
-    const int64_t all_see = std::min(rows.visible, a_.starts[rows.span.sequence] + 1 + rows.first / group_size(a_));
-    int64_t all_from = 0;
-    if (a_.window > 0)
-      for (int64_t r = 0; r < rows.count; ++r) all_from = std::max(all_from, first_seen(a_, position_of(rows, r)));
+    find_positions(rows);
+    RowGroup groups[kQueryRows / kRowsAtOnce];
+    int64_t count = 0;
+    for (int64_t first = 0; first < rows.count; first += kRowsAtOnce) groups[count++] = group_at(rows, first);
     Units here(*this, rows.span, then), ahead = here;
     ahead.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
-      const int64_t count = std::min(kKeyBlock, rows.visible - key);
-      KeyBlock<Element> block;
-      block.units = (count + kUnit - 1) / kUnit;
+      const int64_t keys = std::min(kKeyBlock, rows.visible - key), units = (keys + kUnit - 1) / kUnit;
       for (int64_t h = 0, unit = 0, place = 0; h < heads; ++h) {
-        for (int64_t u = 0; u < block.units; ++u) {
+        KeyBlock<Element> block;
+        block.units = units;
+        for (int64_t u = 0; u < units; ++u) {
           block.keys[u] = here.keys[u] + h * head_size;
           block.values[u] = block.keys[u] + to_values;
           if (!from_keys) continue;
@@ -255,9 +318,9 @@ class Worker {
           values_of_keys(block.keys[u], padded_, values);
           block.values[u] = values;
         }
-        if (!from_keys && count % kUnit != 0) {
-          const Element*& last = block.values[block.units - 1];
-          copy_values(last, padded_, count % kUnit, work_.values);
+        if (!from_keys && keys % kUnit != 0) {
+          const Element*& last = block.values[units - 1];
+          copy_values(last, padded_, keys % kUnit, work_.values);
           last = work_.values;
         }
         for (const Element*& piece : block.ahead) {
@@ -266,11 +329,19 @@ class Worker {
           place = 0;
           ++unit;
         }
-        products_.score(rows.query + h * query_rows(a_) * padded_, rows.count, block, work_.scores);
-        if (all_see < key + kKeyBlock || key < all_from) hide_unseen(rows, key, block.units);
-        const SoftmaxState of_head = state.from(h * rows.count, padded_);
-        softmax(rows.count, block, of_head);
-        products_.add_values(work_.probabilities, work_.shrink, rows.count, block, of_head.out);
+        block.fetch = true;
+        products_.enter(block);
+        for (int64_t g = 0; g < count; ++g) {
+          const RowGroup& group = groups[g];
+          if (group.end <= key || group.begin >= key + kKeyBlock) continue;
+          block.units = std::min(units, (group.end - key + kUnit - 1) / kUnit);
+          products_.score(rows.query + (h * query_rows(a_) + group.first) * padded_, group.count, block, work_.scores);
+          if (group.all_see < key + kKeyBlock || key < group.all_from) hide_unseen(group, key, block.units);
+          const SoftmaxState of_group = state.from(h * rows.count + group.first, padded_);
+          softmax(group.count, block, of_group);
+          products_.add_values(work_.probabilities, work_.shrink, group.count, block, of_group.out);
+          block.fetch = false;
+        }
       }
       here.next();
       ahead.next();
@@ -279,9 +350,9 @@ class Worker {
 
   // Scores of the block that begins with `key` become -infinity for keys that a row does not see, and for those behind
   // the units.
-  void hide_unseen(const Rows& rows, int64_t key, int64_t units) {
-    for (int64_t r = 0; r < rows.count; ++r) {
-      const int64_t position = position_of(rows, r);
+  void hide_unseen(const RowGroup& group, int64_t key, int64_t units) {
+    for (int64_t r = 0; r < group.count; ++r) {
+      const int64_t position = work_.positions[group.first + r];
       const int64_t first = first_seen(a_, position) - key, end = std::min(position + 1 - key, units * kUnit);
       for (int64_t u = 0; u < kUnits; ++u) {
         const Mask seen = lanes_before(end - u * kUnit) & ~lanes_before(first - u * kUnit);
@@ -294,43 +365,41 @@ class Worker {
 
   static Mask lanes_before(int64_t lane) { return lane <= 0 ? 0 : lane >= kUnit ? 0xffff : (1u << lane) - 1; }
 
-  // Online softmax over one block, in powers of 2.
+  // Online softmax over one block, in powers of 2, for 16 rows at a time. Rows behind the last are computed, too, and
+  // not used.
   void softmax(int64_t rows, const KeyBlock<Element>& block, const SoftmaxState& state) {
     const float scale = a_.scale * kLog2E;
     const Floats16 factor = set1(scale);
-    alignas(64) float best[kQueryRows] = {};
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row = work_.scores + r * kKeyBlock;
-      Floats16 top = load(row);
-      for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
-      best[r] = std::max(state.best[r], reduce_max(top) * scale);
-    }
-    static_assert(kWithValues - kWithScores == 2, "the softmax fetches two pieces");
-    constexpr int64_t kLine = 64 / sizeof(Element);
-    const int64_t piece = kUnit * padded_ / kLine, lines = (2 * piece + rows - 1) / rows;  // of a piece; with each row
-    alignas(64) float mass[kQueryRows];
-    for (int64_t r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
-      const Floats16 shrink = Products::power_of_2(sub(load(state.best + r), load(best + r)));
-      store(work_.shrink + r, shrink);
-      store(mass + r, mul(load(state.mass + r), shrink));
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row = work_.scores + r * kKeyBlock;
-      const Floats16 least = set1(-best[r]);
-      Floats16 weights[kUnits];
-      for (int64_t u = 0; u < kUnits; ++u) weights[u] = Products::power_of_2(fma(load(row + u * kUnit), factor, least));
-      Products::store_weights(weights, work_.probabilities + r * kKeyBlock);
-      Floats16 sum = weights[0];
-      for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
-      state.mass[r] = mass[r] + reduce_add(sum);
-      state.best[r] = best[r];
-      if constexpr (Products::kFetchesBesideSoftmax) {
-        for (int64_t line = r * lines; line < (r + 1) * lines; ++line) {
-          const bool second = line >= piece;
-          const Element* from = block.ahead[kWithScores + second] + (line - second * piece) * kLine;
-          _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
-        }
+    Fetcher<Element> fetcher(block, kWithScores, kWithValues, padded_);
+    const int64_t lines = fetcher.lines_of(rows);
+    for (int64_t first = 0; first < rows; first += 16) {
+      const int64_t count = std::min<int64_t>(16, rows - first);
+      for (int64_t i = 0; i < count; ++i) {
+        const float* row = work_.scores + (first + i) * kKeyBlock;
+        Floats16 top = load(row);
+        for (int64_t u = 1; u < kUnits; ++u) top = max(top, load(row + u * kUnit));
+        store(work_.of_rows + i * 16, top);
       }
+      const Floats16 before = load(state.best + first);
+      const Floats16 best = max(mul(reduce_max_rows(work_.of_rows, count), factor), before);  // as before if it is NaN
+      const Floats16 shrink = Products::power_of_2(sub(before, best));
+      const Floats16 mass = mul(load(state.mass + first), shrink);
+      store(work_.shrink + first, shrink);
+      store_n(state.best + first, best, static_cast<int>(count));
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = first + i;
+        const float* row = work_.scores + r * kKeyBlock;
+        const Floats16 least = set1(-state.best[r]);
+        Floats16 weights[kUnits];
+        for (int64_t u = 0; u < kUnits; ++u)
+          weights[u] = Products::power_of_2(fma(load(row + u * kUnit), factor, least));
+        Products::store_weights(weights, work_.probabilities + r * kKeyBlock);
+        Floats16 sum = weights[0];
+        for (int64_t u = 1; u < kUnits; ++u) sum = add(sum, weights[u]);
+        store(work_.of_rows + i * 16, sum);
+        fetcher.next(lines);
+      }
+      store_n(state.mass + first, add(mass, reduce_add_rows(work_.of_rows, count)), static_cast<int>(count));
     }
   }
 

@@ -18,10 +18,10 @@ struct Rounded {
 
   static void prepare(const AttentionArgs& a, uint16_t* query) { avx512::prepare_attention(a, query, true); }
 
+  using Mode = FlushDenormals;
+
   // 2^x for x <= 0; exactly 0 below -126; NaN stays NaN.
-  static Floats16 power_of_2(Floats16 x) {
-    return {approximate_exp2(x.v, _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ))};
-  }
+  static Floats16 power_of_2(Floats16 x) { return {approximate_exp2(x.v)}; }
 
   // Stores the weights of 64 keys, rounded.
   static void store_weights(const Floats16* p, uint16_t* to) {

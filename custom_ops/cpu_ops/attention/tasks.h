@@ -12,8 +12,9 @@ namespace fd {
 // a decode step and for every cut of a prompt into chunks. Keys behind the position of a row add exact zeros.
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kUnit = 16;  // keys that lie together in the cache
-// Query rows of one task: (token, head of the group) pairs that share the keys and values of a kv head.
-constexpr int64_t kQueryRows = 32;
+// Query rows of one task: (token, head of the group) pairs that share the keys and values of a kv head. The more
+// rows, the fewer times the keys of a long prompt are read.
+constexpr int64_t kQueryRows = 128;
 
 // Keys of a partition; the first begins at position 0. The result of a row is that of its first partition, merged with
 // those of the others in order. Each partition is computed on its own, so one task for all of them gives the same bits
@@ -62,9 +63,8 @@ Tasks make_tasks(const AttentionArgs& a);
 
 static inline int64_t group_size(const AttentionArgs& a) { return a.heads / a.cache->kv_heads; }
 
-// Rows of the query array [kv head][token * group + head of the group][Dp]: the rows of a task are contiguous, and
-// padding allows reads of whole 16-row tiles.
-static inline int64_t query_rows(const AttentionArgs& a) { return a.tokens * group_size(a) + kQueryRows; }
+// Rows of the query array [kv head][token * group + head of the group][Dp]: the rows of a task are contiguous.
+static inline int64_t query_rows(const AttentionArgs& a) { return a.tokens * group_size(a); }
 
 static inline int64_t tokens_of(const AttentionArgs& a, int64_t sequence) {
   return a.cu_tokens[sequence + 1] - a.cu_tokens[sequence];

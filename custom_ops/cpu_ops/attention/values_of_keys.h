@@ -1,7 +1,7 @@
 // Values of a cache of one part: 16 keys in the layout of values (kernels.h). All values are finite: a number that is
 // not finite marks a key (attention/prepare.cc), is its first one, and becomes 0.
 //
-// Cost: some 0.6 instructions for each number, for all rows of a task (up to 32), which do two multiplications of 16
+// Cost: some 0.6 instructions for each number, for all rows of a task (up to 128), which do two multiplications of 16
 // lanes or less with it each.
 // All functions are static: simd.h gives the reason.
 #pragma once

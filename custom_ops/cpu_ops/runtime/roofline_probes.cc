@@ -36,7 +36,7 @@ int64_t probe_peak(int64_t rounds) {
 void probe_exp2(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
-    _mm512_mask_storeu_ps(out + i, lanes, approximate_exp2(_mm512_maskz_loadu_ps(lanes, x + i), lanes));
+    _mm512_mask_storeu_ps(out + i, lanes, approximate_exp2(_mm512_maskz_loadu_ps(lanes, x + i)));
   }
 }
 

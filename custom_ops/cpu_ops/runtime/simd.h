@@ -87,6 +87,34 @@ static inline void store_half_pairs(uint16_t* p, Floats16 a, bool high) {
 static inline __m256 lower_half(Floats16 a) { return _mm512_castps512_ps256(a.v); }
 static inline __m256 upper_half(Floats16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
 
+// rows [16][16]: what reduce_add and reduce_max return for each of the first `count` rows, in its lane. Each step
+// combines the halves of two vectors of partial results into one vector, so all 16 rows take 15 combinations.
+template <typename Combine>
+static inline Floats16 reduce_rows(const float* rows, Combine combine) {
+  const __m512i other_quarter = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  Floats16 quads[4];  // of rows i, i + 4, i + 8 and i + 12: 4 partial results each
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < 4; ++i) {
+    __m512 eights[2];  // of rows i and i + 8, then of i + 4 and i + 12
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < 2; ++j) {
+      const __m512 a = load(rows + (i + 4 * j) * 16).v, b = load(rows + (i + 4 * j + 8) * 16).v;
+      eights[j] = combine({_mm512_mask_blend_ps(0xff00, a, b)}, {_mm512_shuffle_f32x4(a, b, 0x4e)}).v;
+    }
+    quads[i] = combine({_mm512_mask_blend_ps(0xf0f0, eights[0], eights[1])},
+                       {_mm512_permutex2var_ps(eights[0], other_quarter, eights[1])});
+  }
+  __m512 pairs[2];
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < 2; ++i) {
+    const __m512 a = quads[2 * i].v, b = quads[2 * i + 1].v;
+    pairs[i] = combine({_mm512_mask_blend_ps(0xcccc, a, b)}, {_mm512_shuffle_ps(a, b, 0x4e)}).v;
+  }
+  return combine({_mm512_shuffle_ps(pairs[0], pairs[1], 0x88)}, {_mm512_shuffle_ps(pairs[0], pairs[1], 0xdd)});
+}
+static inline Floats16 reduce_add_rows(const float* rows, int64_t) { return reduce_rows(rows, add); }
+static inline Floats16 reduce_max_rows(const float* rows, int64_t) { return reduce_rows(rows, max); }
+
 #else
 
 struct Floats16 {
@@ -198,6 +226,19 @@ static inline float reduce_max(Floats16 a) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+
+#if !defined(__AVX512F__)
+static inline Floats16 reduce_add_rows(const float* rows, int64_t count) {
+  alignas(32) float all[16] = {};
+  for (int64_t i = 0; i < count; ++i) all[i] = reduce_add(load(rows + i * 16));
+  return load(all);
+}
+static inline Floats16 reduce_max_rows(const float* rows, int64_t count) {
+  alignas(32) float all[16] = {};
+  for (int64_t i = 0; i < count; ++i) all[i] = reduce_max(load(rows + i * 16));
+  return load(all);
+}
+#endif
 
 // e^r for |r| <= ln(2) / 2, by its Taylor series.
 static inline Floats16 exp_of_remainder(Floats16 r) {

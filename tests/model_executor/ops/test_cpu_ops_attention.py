@@ -213,7 +213,7 @@ def test_work_is_cut_into_tasks_by_what_else_there_is(ops, rng):
     assert tasks([3000, *[60] * 7], [1] * 8) == 3 * heads + 7
     assert tasks([1500] * 63, [1] * 63) == 63 * 2
     assert tasks([1500] * 64, [1] * 64) == 64, "all partitions are one task if there are enough others"
-    assert tasks([2500, 0], [1, 1600]) == 1 + 100 * heads, "a long chunk makes enough tasks"
+    assert tasks([2500, 0], [1, 4000]) == 1 + 63 * heads, "a long chunk makes enough tasks"
 
 
 def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task(ops, rng):
@@ -354,7 +354,7 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
 
 def test_neighbours_that_decode_behind_the_same_blocks_are_one_task(ops, rng):
     """Sharing changes no bit, so the test counts tasks: each task of shared keys reads them once. There are 2 heads."""
-    shape = Shape(8, 2, 64, 32, False)  # groups of 4 heads: 8 sequences fill the 32 rows of a task
+    shape = Shape(32, 2, 64, 32, False)  # groups of 16 heads: 8 sequences fill the 128 rows of a task
     cache, spec = ops.new_kv_cache(1, 100, shape.block_size, shape.kv_heads, shape.dim), make_spec(rng, shape)
 
     def tasks(shared: list[int], start: int = 200, tokens: int = 1) -> int:
