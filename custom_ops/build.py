@@ -33,7 +33,7 @@ AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
 AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512_BF16 = ["-DFD_ISA=avx512_bf16", *AVX512[1:], "-mavx512bf16"]
 AVX512_VNNI = ["-DFD_ISA=avx512_vnni", *AVX512[1:], "-mavx512vnni"]
-AMX = ["-DFD_ISA=amx", *AVX512_BF16[1:], "-mamx-tile", "-mamx-bf16"]
+AMX = ["-DFD_ISA=amx", *AVX512_BF16[1:], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 
 
 class Unit(NamedTuple):
@@ -61,7 +61,7 @@ UNITS = (
     [Unit(name, []) for name in FILES if name not in (*VECTOR, *PAIRED, *INT8, *TILED)]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
     + [Unit(name, AVX512_BF16) for name in PAIRED]
-    + [Unit(name, flags) for name in INT8 for flags in (AVX2, AVX512_VNNI)]
+    + [Unit(name, flags) for name in INT8 for flags in (AVX2, AVX512_VNNI, AMX)]
     + [Unit(name, AMX) for name in TILED]
 )
 

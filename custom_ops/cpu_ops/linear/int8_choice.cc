@@ -5,6 +5,7 @@
 namespace fd {
 
 const LinearKernels& int8_linears() {
+  if (current_isa() == Isa::kAmx) return amx::kInt8Linears;
   return current_isa() >= Isa::kAvx512 && has_avx512_vnni() ? avx512_vnni::kInt8Linears : avx2::kInt8Linears;
 }
 

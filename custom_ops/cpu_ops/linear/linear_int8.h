@@ -1,5 +1,5 @@
-// Linears with int8 weights. Their kernels are not those of an instruction set of Isa: the instructions for AVX512_VNNI
-// came apart from it.
+// Linears with int8 weights. Their kernels are not all those of an instruction set of Isa: the instructions for
+// AVX512_VNNI came apart from it.
 #pragma once
 
 #include "kernels.h"
@@ -21,9 +21,12 @@ extern const LinearKernels kInt8Linears;
 namespace avx512_vnni {
 extern const LinearKernels kInt8Linears;
 }
+namespace amx {
+extern const LinearKernels kInt8Linears;
+}
 
-// The fastest ones that the machine and FASTDEPLOY_CPU_ISA allow: with avx512 and above, those with AVX512_VNNI where
-// the CPU has it.
+// The fastest ones that the machine and FASTDEPLOY_CPU_ISA allow: with amx, those on tiles; with avx512 and above,
+// those with AVX512_VNNI where the CPU has it.
 const LinearKernels& int8_linears();
 
 }  // namespace fd

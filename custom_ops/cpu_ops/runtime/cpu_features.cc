@@ -57,7 +57,8 @@ Isa detect_isa() {
     if (!(b & (1u << 5))) return Isa::kNone;                                    // AVX2
     const unsigned needed = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
     if ((b & needed) != needed || (xcr0 & 0xe6) != 0xe6) return Isa::kAvx2;
-    const bool amx = (d & (1u << 22)) && (d & (1u << 24)) && (xcr0 & 0x60000) == 0x60000;  // BF16, TILE
+    const unsigned amx_bits = (1u << 22) | (1u << 24) | (1u << 25);  // BF16, TILE, INT8
+    const bool amx = (d & amx_bits) == amx_bits && (xcr0 & 0x60000) == 0x60000;
     unsigned a1 = 0;
     __get_cpuid_count(7, 1, &a1, &b, &c, &d);
     const bool avx512_bf16 = a1 & (1u << 5);

@@ -118,7 +118,7 @@ def test_int8_values_are_counted_as_memory(ops, rng):
         assert packed.nbytes == 160 * 128 * 3 + 160 * 2 * 4
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 40, 300])
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 16, 17, 40, 300])
 def test_products_have_the_same_bits_at_every_instruction_set(isa, rng, rows):
     """With adapters, biases, gates, widths that end within tiles, and values of all magnitudes."""
     ops = CpuOps("bfloat16")
@@ -126,7 +126,7 @@ def test_products_have_the_same_bits_at_every_instruction_set(isa, rng, rows):
     for name in ("avx2", isa):
         ops.set_isa(name)
         rng = np.random.default_rng(5)
-        for k, n in ((896, 64), (70, 37), (33, 16)):
+        for k, n in ((896, 64), (70, 37), (33, 16), (2100, 112)):
             x = rng.standard_normal((rows, k)).astype(np.float32) * np.exp2(rng.integers(-30, 30, (rows, k))).astype(
                 np.float32
             )
@@ -147,6 +147,17 @@ def test_products_have_the_same_bits_at_every_instruction_set(isa, rng, rows):
     for narrow, wide in zip(found[:half], found[half:], strict=True):
         assert np.isfinite(narrow).all()
         np.testing.assert_array_equal(narrow, wide)
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows(ops, rng):
+    """Widths of one and of several groups of the next linear, and of less than one."""
+    for k, n in ((1000, 48), (64, 208)):
+        gate_up, down = ops.pack_linear([random(rng, n, k), random(rng, n, k)]), ops.pack_linear([random(rng, 40, n)])
+        ops.quantize([gate_up, down], NEVER)
+        x = rng.standard_normal((70, k)).astype(np.float32) / 8
+        alone = np.concatenate([ops.mlp(paddle.to_tensor(x[i : i + 1]), gate_up, down).numpy() for i in range(70)])
+        for rows in (2, 8, 16, 17, 33, 70):
+            np.testing.assert_array_equal(ops.mlp(paddle.to_tensor(x[:rows]), gate_up, down).numpy(), alone[:rows])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
