@@ -32,6 +32,7 @@ struct InputTiles {
   int64_t step() const { return rows * 64; }  // bytes from one k tile to the next
   char* tile(int64_t row_tile, int64_t k_tile) const { return data + (row_tile * k_tiles + k_tile) * step(); }
   char* row(int64_t r) const {
+    if (rows == 16) return tile(r / 16, 0) + r % 16 * 64;                                   // faster than a division
     const uint32_t index = static_cast<uint32_t>(r), height = static_cast<uint32_t>(rows);  // 64 bits divide slowly
     return tile(index / height, 0) + index % height * 64;
   }
@@ -80,32 +81,33 @@ static inline void stream_columns(float* row, int64_t tile, int64_t, Floats16 va
   _mm512_stream_ps(row + tile * kColumns, value.v);
 }
 
-// Stores all products of m rows to `out`, or adds them. products(pairs, finish, expect) calls finish(row, pair, value
-// of its first tile, value of its second) for every row and pair of column tiles; it may call expect(row, pair) some
-// time before.
+// Stores all products of m rows to `out`, or adds them. products(pairs, finish, expect) calls finish(row, count, pair,
+// values) for rows [row, row + count) and a pair of column tiles; values: float32 [count][2][16]. It may call
+// expect(row, pair, fetch) some time before, which calls fetch with each address of a line that finish will write.
 template <typename Products>
 static inline void store_products(int64_t m, const Weight& w, float* out, bool accumulate, const Products& products) {
   const Neighbours pairs = {w.tiles()};
-  const auto with = [&](auto put, auto expect) {
-    const auto finish = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+  const auto with = [&](auto put) {
+    const auto finish = [&](int64_t row, int64_t count, int64_t pair, const float* values) {
       float* to = out + row * w.n;
-      put(to, 2 * pair, w.n, c0);
-      if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, c1);
+      for (int64_t r = 0; r < count; ++r, to += w.n, values += 2 * kColumns) {
+        put(to, 2 * pair, w.n, load(values));
+        if (2 * pair + 1 < pairs.tiles) put(to, 2 * pair + 1, w.n, load(values + kColumns));
+      }
+    };
+    const auto expect = [&](int64_t row, int64_t pair, auto fetch) {
+      const float* to = out + row * w.n + 2 * pair * kColumns;
+      fetch(to);
+      fetch(to + kColumns);
     };
     products(pairs, finish, expect);
   };
-  const auto nothing = [](int64_t, int64_t) {};
-  const auto prefetch = [&](int64_t row, int64_t pair) {
-    const float* to = out + row * w.n + 2 * pair * kColumns;
-    __builtin_prefetch(to, 1);
-    __builtin_prefetch(to + kColumns, 1);
-  };
   if (accumulate) {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); }, prefetch);
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
   } else if (write_past_cache(out, m, w.n)) {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); }, nothing);
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
   } else {
-    with([](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); }, nothing);
+    with([](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
   }
 }
 
@@ -125,10 +127,13 @@ static inline void gate_products(int64_t m, const Weight& w, const InputTiles& i
   };
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
-  const auto finish = [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    put(row, pair, (__m256i)_mm512_cvtneps_pbh(approximate_gated(activation, gate.v, up.v)));
+  const auto finish = [&](int64_t row, int64_t count, int64_t pair, const float* values) {
+    for (int64_t r = 0; r < count; ++r, values += 2 * kColumns) {
+      const __m512 gate = load(values).v, up = load(values + kColumns).v;
+      put(row + r, pair, (__m256i)_mm512_cvtneps_pbh(approximate_gated(activation, gate, up)));
+    }
   };
-  products(Halves{half_tiles}, finish, [](int64_t, int64_t) {});
+  products(Halves{half_tiles}, finish, [](int64_t, int64_t, auto) {});
 }
 
 }  // namespace FD_ISA

@@ -5,28 +5,17 @@
 // tiles follow in order from 0: an output depends only on its own row and column, for every M. Cutting K stores and
 // reloads the float32 sums, which changes no bit.
 //
-// Throughput: one TDPBF16PS per 16 cycles, latency 52, so four sums keep the unit busy. A tile (1 KiB) is loaded from
-// L1 in 8 cycles. L2 delivers some 33 bytes a cycle (measured): 528 bytes in the time of a product.
+// Throughput: one TDPBF16PS per 16 cycles, latency 52, so blocks of 2 x 2 tiles keep the unit busy: four of sums, two
+// of the input, two of weights. A block takes 4 KiB for 4 products. L2 delivers some 50 bytes a cycle.
 //
 //   up to 32 rows   Memory is the bottleneck: the weights are read once, in order, and the loop itself prefetches them.
-//                   Blocks of 2 x 2 tiles: 4 of sums, 2 of the input, 2 of weights.
-//   beyond          L2 is the bottleneck. K is cut, so that the weights of four column tiles stay in L1 for all rows.
-//                   The rows go past them in blocks of 1 x 4 tiles. A product takes from L2, with cuts of 7 k tiles and
-//                   512 rows:
-//                     input     1 KiB for 4 products                              256 bytes
-//                     weights   28 KiB once for the 32 x 28 products of a cut      32
-//                     sums      4 KiB for the 28 products of a block              146, and as many written back
-//                   These are 434 bytes read and 146 written: 13 to 18 cycles, depending on what the writes cost.
-//                   L1 needs 11 cycles for the loads of a product.
+//   beyond          L2 is the bottleneck. For a pair of column tiles, the rows go past in blocks of 32. A part of the
+//                   weights of the pair stays in L1. The input is loaded with a hint that leaves L1 as it is: else it
+//                   would push the weights out. Loading both without the hint takes 1.2 times as long, and so does
+//                   keeping all weights of 896 k. Where the input of all rows is larger than L2, K is cut into passes.
 //
-// In a simulation of an L1 of 48 KiB and 12 ways, with its sets and with results that are written out, gate and up of
-// 896 k take 492 + 120 bytes. Blocks of 2 x 2 tiles with 64 rows per cut take 859 + 91. Of all blocks of up to six
-// tiles, only 1 x 4 with cuts of 2 k tiles and 64 rows per cut come near (529 + 16), but their loads and those of sums
-// need 14 cycles of L1. L1 is nearly full: prefetches of input and sums to L1 push weights out, and double the bytes.
-//
-// Measured on Emerald Rapids (two threads, a peak of 5.1 TFLOP/s), products of 512 to 4,096 rows: gate/up and down of
-// Qwen2.5-0.5B reach 1.2 to 1.5 TFLOP/s, 54 to 68 cycles for each TDPBF16PS; qkv and o 0.5 to 0.8 TFLOP/s, 102 to 163
-// cycles. The account above explains 18 of these at most. So it leaves out what costs the most.
+// Measured on one quiet core of an Emerald Rapids (19 cycles for a TDPBF16PS in the long run, from registers alone):
+// HERE
 #include <immintrin.h>
 
 #include <algorithm>
@@ -41,13 +30,12 @@ namespace fd {
 namespace amx {
 namespace {
 
-constexpr int64_t kFewRows = 32;  // two tiles
+constexpr int64_t kRowBlock = 32;  // two tiles
 // Prefetch distance where memory is the bottleneck: 4 KiB, about what one core reads during the latency of memory.
 constexpr int64_t kPrefetchSteps = 2;
-// K tiles of a cut: their weights (28 KiB) share L1 (48 KiB on every AMX core so far) with the rows and sums that go
-// past.
-constexpr int64_t kCutSteps = 7;
-constexpr int64_t kBlockFloats = 2 * 16 * 32;  // sums of a block of 1 x 4 tiles
+// K tiles of a pair of column tiles that stay in L1 (48 KiB on every AMX core so far): 24 KiB.
+constexpr int64_t kKeptSteps = 12;
+constexpr int kManySteps = 4;  // k tiles between two pieces of other work, with many rows
 // Bytes of input rows, cut to a pass over K, that share L2 (2 MiB) with sums and the stream of weights.
 constexpr int64_t kWholeBudget = int64_t{1} << 20, kCutBudget = int64_t{640} << 10;
 constexpr int64_t kMaxRows = 512;
@@ -58,57 +46,53 @@ constexpr int64_t kPieceBytes = int64_t{256} << 10;
 int64_t tile_rows(int64_t m) { return std::min<int64_t>(m, 16); }
 
 InputTiles new_tiles(ScratchSlot slot, int64_t m, const Weight& w) {
-  return InputTiles(slot, m, m <= 16 ? 1 : kFewRows, tile_rows(m), w);
+  return InputTiles(slot, m, m <= 16 ? 1 : kRowBlock, tile_rows(m), w);
 }
 
-// Rows of a pair of column tiles that are complete but not yet written out.
+// Rows of a pair of column tiles whose sums are complete, but not yet written out.
 struct Pending {
-  const float* c = nullptr;
+  float* sums = nullptr;
   int64_t pair = 0, row = 0, end = 0;
 
   template <typename Finish>
-  inline void finish_rows(int64_t count, const Finish& finish) {
-    for (const int64_t stop = std::min(end, row + count); row < stop; ++row, c += 2 * kColumns)
-      finish(row, pair, load(c), load(c + kColumns));
+  inline void finish_rows(int64_t most, const Finish& finish) {
+    const int64_t count = std::min(most, end - row);
+    if (count <= 0) return;
+    finish(row, count, pair, sums);
+    row += count;
+    sums += count * 2 * kColumns;
   }
 };
 
-// Prefetches four column tiles side by side to L2, `lines` of each at a time, until the first one is at its end.
-struct FetchColumns {
-  Columns at;
-  const char* end;
+// Prefetches a pair of column tiles to L2, `lines` of each at a time, until the first one is at its end.
+struct FetchPair {
+  const char *first, *second, *end;
   int64_t lines;
 
   inline void go() {
-    for (int64_t i = 0; i < lines && at.tile[0] < end; ++i)
-      for (const char*& next : at.tile) {
-        _mm_prefetch(next, _MM_HINT_T1);
-        next += 64;
-      }
+    for (int64_t i = 0; i < lines && first < end; ++i, first += 64, second += 64) {
+      _mm_prefetch(first, _MM_HINT_T1);
+      _mm_prefetch(second, _MM_HINT_T1);
+    }
   }
 };
-
-// Memory for the sums of `count` blocks of 1 x 4 tiles.
-float* tile_sums(ScratchSlot slot, int64_t count) {
-  return static_cast<float*>(scratch(slot, static_cast<size_t>(count * kBlockFloats) * 4));
-}
 
 // A block of rows, and the k tiles of a pass over it. A pass reads a part of K that stays in L2 for all rows.
 struct Pass {
   int64_t row0, rows, k0, steps;
   bool first, last;
-  float* sums;  // between two passes, [group][row tile][2 pairs][16][32]; null: one pass
+  float* sums;  // between two passes, [pair][row block][32][32]; null: one pass
 
-  int64_t row_tiles() const { return (rows + 15) / 16; }
+  int64_t row_blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
 };
 
-// Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
+// Calls finish (see store_products) for the rows of the pass and the pairs of the pieces.
 template <typename Pairs, typename Finish>
 void run_few_rows(const InputTiles& input, const Weight& w, const Expansion& expansion, const Pass& pass, Pairs pairs,
                   Pieces& pieces, const Finish& finish) {
   const char* weight = static_cast<const char*>(w.data);
   const int64_t column_bytes = w.tile_elements() * 2, steps = input.k_tiles, end_row = pass.row0 + pass.rows;
-  const int64_t rows_per_step = (kFewRows + steps - 1) / steps;
+  const int64_t rows_per_step = (kRowBlock + steps - 1) / steps;
   alignas(64) float sums[2 * kTileSums];
   Pending pending;
   LoraFetch fetch_loras;
@@ -123,7 +107,7 @@ void run_few_rows(const InputTiles& input, const Weight& w, const Expansion& exp
       if (expansion.shrunk != nullptr) fetch_loras = expansion.fetch(pass.row0, end_row, t0, t1, steps);
       // Fetch a fixed distance ahead, across the end of the pair.
       const int64_t left = std::max<int64_t>(0, steps - kPrefetchSteps), ahead = (steps - left) * kTileBytes;
-      const auto beside = [&, left_here = left, ahead0 = b0 + ahead, ahead1 = b1 + ahead]() mutable {
+      auto beside = [&, left_here = left, ahead0 = b0 + ahead, ahead1 = b1 + ahead]() mutable {
         if (left_here-- == 0) {
           ahead0 = next0;
           ahead1 = next1;
@@ -137,69 +121,60 @@ void run_few_rows(const InputTiles& input, const Weight& w, const Expansion& exp
         fetch_loras.go();
         pending.finish_rows(rows_per_step, finish);
       };
+      const char *a0 = input.tile(pass.row0 / 16, 0), *a1 = pass.rows > 16 ? input.tile(pass.row0 / 16 + 1, 0) : a0;
       if (pass.rows > 16) {
-        multiply_few<2>(input, pass.row0 / 16, b0, b1, sums, beside);
+        multiply_block<2, 1>(a0, a1, input.step(), b0, b1, steps, steps, nullptr, sums, beside);
       } else {
-        multiply_few<1>(input, pass.row0 / 16, b0, b1, sums, beside);
+        multiply_block<1, 1>(a0, a1, input.step(), b0, b1, steps, steps, nullptr, sums, beside);
       }
       pending = {sums, pair, pass.row0, end_row};
     }
   }
-  pending.finish_rows(kFewRows, finish);
+  pending.finish_rows(kRowBlock, finish);
   _mm_sfence();  // streaming stores become visible before the job counts as done
   _tile_release();
 }
 
-// The same for many rows. A piece is a range of groups of two pairs. expect(row, pair) is called some time before
-// finish. If the number of pairs is odd, the last one is computed twice.
+// The same for many rows. The lines that finish will write are fetched to L2 while the block before is computed: all at
+// once, they would keep the tile loads waiting.
 template <typename Pairs, typename Finish, typename Expect>
 void run_many_rows(const InputTiles& input, const Weight& w, const Pass& pass, Pairs pairs, Pieces& pieces,
                    const Finish& finish, const Expect& expect) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
-  const int64_t column_bytes = w.tile_elements() * 2, row_tiles = pass.row_tiles(), last_pair = pairs.count() - 1;
-  const int64_t cuts = (pass.steps + kCutSteps - 1) / kCutSteps;
-  float* own = pass.sums == nullptr ? tile_sums(kScratchTiles, row_tiles) : nullptr;  // between two cuts
-  const auto columns_of = [&](int64_t group) {
-    const int64_t p0 = std::min(2 * group, last_pair / 2 * 2), p1 = std::min(p0 + 1, last_pair);
-    const auto at = [&](int64_t tile) { return weight + tile * column_bytes; };
-    return Columns{{at(pairs.first(p0)), at(pairs.second(p0)), at(pairs.first(p1)), at(pairs.second(p1))}};
-  };
-  const auto cut_at = [&](int64_t cut) { return pass.steps * cut / cuts; };
-  alignas(64) float block[kBlockFloats];  // complete sums
-  Pending pending[2];
+  const int64_t column_bytes = w.tile_elements() * 2, blocks = pass.row_blocks();
+  const int64_t row_tile_bytes = input.k_tiles * kTileBytes, end_row = pass.row0 + pass.rows;
+  const int64_t calls = (pass.steps + kManySteps - 1) / kManySteps, rows_per_call = (kRowBlock + calls - 1) / calls;
+  const int64_t lines = pass.steps * (kTileBytes / 64),
+                lines_per_call = (lines + calls * blocks - 1) / (calls * blocks);
+  const auto fetch_line = [](const float* line) { _mm_prefetch(line, _MM_HINT_T1); };
+  alignas(64) float sums[2 * kTileSums];
+  Pending pending;
   configure_tiles(16);
   for (int64_t begin, end; pieces.next(&begin, &end);) {
-    for (int64_t group = begin; group < end; ++group) {
-      const Columns columns = columns_of(group), following = columns_of(group + 1);
-      const int64_t pair = 2 * group, group_pairs = std::min<int64_t>(2, pairs.count() - pair);
-      float* sums = pass.sums == nullptr ? own : pass.sums + group * row_tiles * kBlockFloats;
-      for (int64_t cut = 0; cut < cuts; ++cut) {
-        const int64_t k = cut_at(cut), steps = cut_at(cut + 1) - k, rows_per_step = (16 + steps - 1) / steps;
-        const bool zero = pass.first && cut == 0, last_cut = cut + 1 == cuts, done = pass.last && last_cut;
-        // Fetch the next cut, or the first one of the following group, over all row tiles.
-        const int64_t next_k = last_cut ? 0 : k + steps, next_end = cut_at(last_cut ? 1 : cut + 2);
-        const int64_t calls = row_tiles * steps, lines = (next_end - next_k) * (kTileBytes / 64);
-        FetchColumns fetch = {last_cut ? following : columns, nullptr, (lines + calls - 1) / calls};
-        for (const char*& next : fetch.at.tile) next += next_k * kTileBytes;
-        fetch.end = fetch.at.tile[0] + lines * 64;
-        const auto beside = [&] {
+    for (int64_t pair = begin; pair < end; ++pair) {
+      const int64_t next = std::min(pair + 1, pairs.count() - 1);
+      const char *b0 = weight + pairs.first(pair) * column_bytes, *b1 = weight + pairs.second(pair) * column_bytes;
+      const char* next0 = weight + pairs.first(next) * column_bytes;
+      FetchPair fetch = {next0, weight + pairs.second(next) * column_bytes, next0 + lines * 64, lines_per_call};
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = pass.row0 + block * kRowBlock;
+        const bool last_block = block + 1 == blocks;
+        int64_t expected = pass.last ? last_block ? pass.row0 : row + kRowBlock : end_row;
+        const int64_t expected_pair = last_block ? next : pair, stop = std::min(expected + kRowBlock, end_row);
+        const auto beside = [&]() __attribute__((noinline)) {  // inlined, it takes the registers of the loop around it
           fetch.go();
-          for (Pending& rows : pending) rows.finish_rows(rows_per_step, finish);
+          for (int64_t i = 0; i < rows_per_call && expected < stop; ++i) expect(expected++, expected_pair, fetch_line);
+          pending.finish_rows(rows_per_call, finish);
         };
-        for (int64_t tile = 0; tile < row_tiles; ++tile) {
-          const int64_t row = pass.row0 + tile * 16, end_row = std::min(row + 16, pass.row0 + pass.rows);
-          for (int64_t i = 0; done && i < group_pairs; ++i)
-            for (int64_t r = row; r < end_row; ++r) expect(r, pair + i);
-          float *kept = sums + tile * kBlockFloats, *to = done ? block : kept;
-          multiply_block(input.tile(row / 16, pass.k0 + k), columns, k * kTileBytes, steps, zero ? nullptr : kept, to,
-                         beside);
-          for (int64_t i = 0; done && i < group_pairs; ++i)
-            pending[i] = {block + i * kTileSums, pair + i, row, end_row};
-        }
+        float* kept = pass.sums == nullptr ? nullptr : pass.sums + (pair * blocks + block) * 2 * kTileSums;
+        const char* a = input.tile(row / 16, pass.k0);
+        multiply_block<2, kManySteps>(a, a + row_tile_bytes, kTileBytes, b0, b1, pass.steps, kKeptSteps,
+                                      pass.first ? nullptr : kept, pass.last ? sums : kept, beside);
+        if (pass.last) pending = {sums, pair, row, std::min(row + kRowBlock, end_row)};
       }
     }
   }
-  for (Pending& rows : pending) rows.finish_rows(16, finish);
+  pending.finish_rows(kRowBlock, finish);
   _mm_sfence();
   _tile_release();
 }
@@ -241,37 +216,39 @@ Expansion shrink(const InputTiles& input, int64_t m, const LoraRows& loras) {
   });
 }
 
-// Calls expect(row, pair), for many rows, then finish(row, pair, value of its first tile, value of its second) for
-// every row and every pair of column tiles.
+// Calls finish, and for many rows expect, as store_products describes.
 template <typename Pairs, typename Finish, typename Expect>
 void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish,
                    Expect expect) {
   const InputTiles input(rows.data, tile_rows(rows.m), w);
   const Expansion expansion = shrink(input, rows.m, loras);
-  const auto finish_sums = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    const Floats16 value0 = complete(w, expansion, row, pairs.first(pair), c0);
-    finish(row, pair, value0, complete(w, expansion, row, pairs.second(pair), c1));
+  const auto finish_sums = [&](int64_t row, int64_t count, int64_t pair, float* sums) {
+    complete_rows(w, expansion, row, count, pairs.first(pair), pairs.second(pair), sums);
+    finish(row, count, pair, sums);
   };
-  const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64, groups = (pairs.count() + 1) / 2;
-  const int64_t row_block = row_bytes * kMaxRows <= kWholeBudget ? kMaxRows : kMaxRows / 2;
-  for (int64_t row0 = 0; row0 < rows.m; row0 += row_block) {
-    Pass pass = {row0, std::min(row_block, rows.m - row0), 0, k_tiles, true, true, nullptr};
-    if (pass.rows <= kFewRows) {
+  const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64;
+  const int64_t most = row_bytes * kMaxRows <= kWholeBudget ? kMaxRows : kMaxRows / 2;
+  for (int64_t row0 = 0; row0 < rows.m; row0 += most) {
+    Pass pass = {row0, std::min(most, rows.m - row0), 0, k_tiles, true, true, nullptr};
+    if (pass.rows <= kRowBlock) {
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (k_tiles * 2 * kTileBytes));
       parallel_pieces(pairs.count(), grain,
                       [&](Pieces& pieces) { run_few_rows(input, w, expansion, pass, pairs, pieces, finish_sums); });
       continue;
     }
     const int64_t bytes = pass.rows * row_bytes;
-    const int64_t passes = bytes <= kWholeBudget || pass.rows <= 64 ? 1 : (bytes + kCutBudget - 1) / kCutBudget;
-    if (passes > 1) pass.sums = tile_sums(kScratchPartial, groups * pass.row_tiles());
+    const int64_t passes = bytes <= kWholeBudget ? 1 : (bytes + kCutBudget - 1) / kCutBudget;
+    if (passes > 1) {
+      const int64_t floats = pairs.count() * pass.row_blocks() * 2 * kTileSums;
+      pass.sums = static_cast<float*>(scratch(kScratchPartial, static_cast<size_t>(floats) * 4));
+    }
     for (int64_t p = 0; p < passes; ++p) {
       pass.k0 = k_tiles * p / passes;
       pass.steps = k_tiles * (p + 1) / passes - pass.k0;
       pass.first = p == 0;
       pass.last = p + 1 == passes;
-      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * pass.row_tiles()));
-      parallel_pieces(groups, grain,
+      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 4 * kTileBytes * pass.row_blocks()));
+      parallel_pieces(pairs.count(), grain,
                       [&](Pieces& pieces) { run_many_rows(input, w, pass, pairs, pieces, finish_sums, expect); });
     }
   }

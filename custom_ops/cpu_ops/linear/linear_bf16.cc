@@ -119,8 +119,7 @@ struct Cut {
   const char *w0, *w1;
 };
 
-// For each row of a block and each pair in [begin, end): calls expect(row, pair), computes, and calls finish(row, pair,
-// value of its first tile, value of its second).
+// Computes rows and pairs [begin, end) of a block, with the calls of expect and finish that store_products describes.
 template <typename Pairs, typename Finish, typename Expect>
 void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expansion& expansion, Block block,
                Pairs pairs, int64_t begin, int64_t end, const Finish& finish, const Expect& expect) {
@@ -161,14 +160,15 @@ void run_pairs(const InputTiles& input, int64_t m, const Weight& w, const Expans
         const bool last_strip = strip + 1 == block.last;
         fetch.x = last_strip ? input.tile(block.first, next.k) : input.tile(strip + 1, here.k);
         fetch.x_end = fetch.x + (last_strip ? next.steps : here.steps) * input.step();
-        for (int64_t r = 0; last && r < rows; ++r) expect(row + r, pair);
+        for (int64_t r = 0; last && r < rows; ++r)
+          expect(row + r, pair, [](const float* line) { __builtin_prefetch(line, 1); });
         with_rows<kStrip>(rows, [&](auto constant) {
           multiply_strip<decltype(constant)::value>(input.tile(strip, here.k), input.step(), here.w0, here.w1,
                                                     here.steps, cut > 0, to, fetch);
         });
         if (!last) continue;
         complete_rows(w, expansion, row, rows, t0, t1, to);
-        for (int64_t r = 0; r < rows; ++r) finish(row + r, pair, load(to + r * 32), load(to + r * 32 + 16));
+        finish(row, rows, pair, to);
       }
       here = next;
       next = after_next;
@@ -211,8 +211,7 @@ void shrink_run(const InputTiles& input, const LoraRun& run, int64_t tile, float
         end - row, [&](auto rows) { shrink_rows<decltype(rows)::value>(input, *run.lora, row, tile, shrunk, stride); });
 }
 
-// Calls expect(row, pair), then finish(row, pair, value of its first tile, value of its second) for every row and every
-// pair of column tiles.
+// Calls expect and finish as store_products describes.
 template <typename Pairs, typename Finish, typename Expect>
 void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, Pairs pairs, Finish finish,
                    Expect expect) {

@@ -5,106 +5,90 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "linear/input_tiles.h"
 
 namespace fd {
 namespace amx {
 
-// Sums lie in memory pair by pair of column tiles, as [rows][32 columns].
+// Sums of a pair of column tiles lie in memory as [rows][32 columns].
 constexpr int kSumStride = 2 * kColumns * 4;
 constexpr int64_t kTileSums = 16 * 2 * kColumns;  // of 16 rows
 
-// Few rows: sums [16 RowTiles][32] = input x weights over all k tiles, for RowTiles x 2 tiles. `beside` runs once per k
-// tile: while the tile unit is busy, the rest of the core fetches weights and finishes earlier results.
-template <int RowTiles, typename Beside>
-static inline void multiply_few(const InputTiles& input, int64_t row_tile, const char* b0, const char* b1, float* sums,
-                                Beside beside) {
-  _tile_zero(0);
-  _tile_zero(1);
-  if (RowTiles == 2) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  const char* a0 = input.tile(row_tile, 0);
-  const char* a1 = RowTiles == 2 ? input.tile(row_tile + 1, 0) : a0;
-  for (int64_t k = 0; k < input.k_tiles; ++k) {
-    beside();
+// Adds the products of a k tile to the sums. Keep: ordinary loads of the weights, which bring them to L1.
+template <int RowTiles, bool Keep>
+static inline void multiply_tiles(const char* a0, const char* a1, const char* b0, const char* b1) {
+  if (Keep) {
     _tile_loadd(6, b0, 64);
-    _tile_loadd(7, b1, 64);
-    _tile_loadd(4, a0, 64);
-    if (RowTiles == 2) _tile_loadd(5, a1, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (RowTiles == 2) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    a0 += input.step();
-    a1 += input.step();
-    b0 += kTileBytes;
-    b1 += kTileBytes;
+  } else {
+    _tile_stream_loadd(6, b0, 64);
   }
-  _tile_stored(0, sums, kSumStride);
-  _tile_stored(1, sums + kColumns, kSumStride);
+  _tile_stream_loadd(4, a0, 64);
+  _tile_dpbf16ps(0, 4, 6);
   if (RowTiles == 2) {
-    _tile_stored(2, sums + kTileSums, kSumStride);
-    _tile_stored(3, sums + kTileSums + kColumns, kSumStride);
+    _tile_stream_loadd(5, a1, 64);
+    _tile_dpbf16ps(2, 5, 6);
   }
+  if (Keep) {
+    _tile_loadd(7, b1, 64);
+  } else {
+    _tile_stream_loadd(7, b1, 64);
+  }
+  _tile_dpbf16ps(1, 4, 7);
+  if (RowTiles == 2) _tile_dpbf16ps(3, 5, 7);
 }
 
-// The weights of four column tiles: of two pairs.
-struct Columns {
-  const char* tile[4];
-};
-
-// Many rows: multiplies a row tile `a` with four column tiles, from byte `at` of each on, over `steps` k tiles. The
-// sums [2 pairs][16][32] begin as zeros (from: null), or as what an earlier cut left in `from`, and end in `to`. Tiles
-// of the input go to two registers in turn, those of weights too: no load waits until the last product has read its
-// register. `beside` runs once per k tile.
-template <typename Beside>
-static inline void multiply_block(const char* a, const Columns& b, int64_t at, int64_t steps, const float* from,
-                                  float* to, Beside beside) {
+// to [16 RowTiles][32] = input x weights over `steps` k tiles, for RowTiles x 2 tiles. The sums begin as zeros (from:
+// null), or as what an earlier pass over K left in `from`. a0 and a1 are row tiles of the input, `a_step` bytes from
+// one k tile to the next. `beside` runs before each `Steps` k tiles: while the tile unit is busy, the rest of the core
+// fetches weights and finishes earlier results.
+//
+// The first `kept` k tiles of the weights stay in L1 for the rows that follow. All else is loaded with a hint that
+// leaves L1 as it is.
+template <int RowTiles, int Steps, typename Beside>
+static inline void multiply_block(const char* a0, const char* a1, int64_t a_step, const char* b0, const char* b1,
+                                  int64_t steps, int64_t kept, const float* from, float* to, Beside&& beside) {
   if (from == nullptr) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (RowTiles == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
   } else {
     _tile_loadd(0, from, kSumStride);
     _tile_loadd(1, from + kColumns, kSumStride);
-    _tile_loadd(2, from + kTileSums, kSumStride);
-    _tile_loadd(3, from + kTileSums + kColumns, kSumStride);
+    if (RowTiles == 2) {
+      _tile_loadd(2, from + kTileSums, kSumStride);
+      _tile_loadd(3, from + kTileSums + kColumns, kSumStride);
+    }
   }
-  const char *b0 = b.tile[0] + at, *b1 = b.tile[1] + at, *b2 = b.tile[2] + at, *b3 = b.tile[3] + at;
-  for (int64_t i = 0; i < steps; i += 2) {
-    const int64_t here = i * kTileBytes, next = here + kTileBytes;
+  for (int64_t k = 0; k < steps; k += Steps) {
     beside();
-    _tile_loadd(4, a + here, 64);
-    _tile_loadd(6, b0 + here, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b1 + here, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, b2 + here, 64);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, b3 + here, 64);
-    _tile_dpbf16ps(3, 4, 7);
-    if (i + 1 == steps) break;
-    beside();
-    _tile_loadd(5, a + next, 64);
-    _tile_loadd(6, b0 + next, 64);
-    _tile_dpbf16ps(0, 5, 6);
-    _tile_loadd(7, b1 + next, 64);
-    _tile_dpbf16ps(1, 5, 7);
-    _tile_loadd(6, b2 + next, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_loadd(7, b3 + next, 64);
-    _tile_dpbf16ps(3, 5, 7);
+    const auto go = [&](auto keep, int64_t count) {
+      for (int64_t i = 0; i < count; ++i)
+        multiply_tiles<RowTiles, keep.value>(a0 + i * a_step, a1 + i * a_step, b0 + i * kTileBytes,
+                                             b1 + i * kTileBytes);
+    };
+    if (k + Steps > steps) {
+      go(std::false_type(), steps - k);
+    } else if (k < kept) {
+      go(std::true_type(), Steps);
+    } else {
+      go(std::false_type(), Steps);
+    }
+    a0 += Steps * a_step;
+    a1 += Steps * a_step;
+    b0 += Steps * kTileBytes;
+    b1 += Steps * kTileBytes;
   }
   _tile_stored(0, to, kSumStride);
   _tile_stored(1, to + kColumns, kSumStride);
-  _tile_stored(2, to + kTileSums, kSumStride);
-  _tile_stored(3, to + kTileSums + kColumns, kSumStride);
+  if (RowTiles == 2) {
+    _tile_stored(2, to + kTileSums, kSumStride);
+    _tile_stored(3, to + kTileSums + kColumns, kSumStride);
+  }
 }
 
 }  // namespace amx
