@@ -108,15 +108,7 @@ class TileProducts : public Rounded {
   // Configures the tiles for so many rows.
   void use_rows(int64_t rows) {
     if (rows == rows_) return;
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) {
-      const bool second = t == 2 || t == 3 || t == 5;
-      config.row_bytes[t] = 64;
-      config.rows[t] = static_cast<uint8_t>(t >= 6   ? 16
-                                            : second ? std::max<int64_t>(1, rows - 16)
-                                                     : std::min<int64_t>(16, rows));
-    }
-    _tile_loadconfig(&config);
+    configure_tiles(std::min<int64_t>(16, rows), std::max<int64_t>(1, rows - 16));
     rows_ = rows;
   }
 

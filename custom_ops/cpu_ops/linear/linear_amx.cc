@@ -14,8 +14,9 @@
 //                   would push the weights out. Loading both without the hint takes 1.2 times as long, and so does
 //                   keeping all weights of 896 k. Where the input of all rows is larger than L2, K is cut into passes.
 //
-// Measured on one quiet core of an Emerald Rapids (19 cycles for a TDPBF16PS in the long run, from registers alone):
-// HERE
+// Measured with one thread on Emerald Rapids, in ns for each TDPBF16PS of 512 rows of Qwen2.5-0.5B: 5.7 from registers
+// alone, 7.0 of these after some ms (the core slows them down); 8.8 for the products of 896 k with nothing beside, 12.1
+// with SiLU and the writing of its results; 13.2 for 4,864 k, whose sums wait in memory between four passes.
 #include <immintrin.h>
 
 #include <algorithm>
