@@ -1,18 +1,19 @@
 // Attention over the paged cache, in blocks of 64 keys: scores, online softmax, weighted sum of the values. It is
 // written once, for all instruction sets. What differs is a class Products:
 //
-//   Element, Left           types of the cache, and of queries and probabilities
-//   prepare(a, query)       writes keys and values of the step to the cache, and the queries as Left
-//   power_of_2, store_weights   the weights of a row, and their rounding to Left
-//   Mode                    a state of the thread, which lasts as long as the object
-//   enter(block)            is called once for a block, before score and add_values for one group of rows after the
-//   other score(...)              scores = queries x keys add_values(...)         sums = sums * shrink + probabilities
-//   x values
+//   Element, Left                types of the cache, and of queries and probabilities
+//   prepare(a, query)            writes keys and values of the step to the cache, and the queries as Left
+//   power_of_2, store_weights    the weights of a row, and their rounding to Left
+//   Mode                         a state of the thread, which lasts as long as the object
+//   enter(block)                 comes before score and add_values of a block, for all groups of rows
+//   score(...)                   scores = queries x keys
+//   add_values(...)              sums = sums * shrink + probabilities x values
 //
 // Rounding. A score is the sum over the dims in order, in float32. The weights 2^(score * scale * log2(e) - best) are
 // summed in float32, before they are rounded to Left. The sums of the blocks before are rounded when they are
 // multiplied with shrink; then the values are added to them in the order of the keys, in pairs. All of this is done for
-// each row alone, so its bits do not depend on the rows beside it. All functions are static: simd.h gives the reason.
+// each row alone, so its bits do not depend on the rows beside it.
+// All functions are static: simd.h gives the reason.
 #pragma once
 
 #include <algorithm>
