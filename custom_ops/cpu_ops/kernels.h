@@ -9,8 +9,8 @@
 //                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
 //                  A cache of one part has no V: the values are the keys.
 // int8 values      [ceil(N/16)][ceil(K/64)] groups of 1,088 bytes: 16 float32 scales, then [16 k quads][16 columns][4]
-//                  values (weights/quantize.cc): the right operand of TDPBSSD. Beside the values of a bfloat16 weight,
-//                  from which they are made.
+//                  bytes, each 128 + value (weights/quantize.cc): the right operand of TDPBSUD. Beside the values of a
+//                  bfloat16 weight, from which they are made.
 // adapters         A as a weight [rank][K]; B by column tile, float32 [rank][16], bfloat16 [rank / 2][16][2]
 #pragma once
 

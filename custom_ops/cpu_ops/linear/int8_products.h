@@ -1,7 +1,7 @@
 // The product of a block of rows with two column tiles of int8 weights: on AMX tiles, AVX512_VNNI or AVX2.
 //
-//   AMX           TDPBSSD multiplies the digits of all rows, 64 each, with a group of 16 columns
-//   AVX512_VNNI   VPDPBUSD multiplies 4 digits with 4 weights and adds them
+//   AMX           TDPBSUD multiplies the digits of all rows, 64 each, with a group of 16 columns
+//   AVX512_VNNI   VPDPBUSD multiplies 4 weights with 4 digits and adds them
 //   AVX2          VPMADDWD multiplies 2 weights, widened to 16 bits, with 2 numbers q and adds them
 //
 // All functions are static: simd.h gives the reason.
@@ -9,6 +9,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -22,24 +23,18 @@
 namespace fd {
 namespace FD_ISA {
 
-// Prefetches what is read soon: weights of two column tiles, side by side, and adapters.
+// Prefetches what is read soon: as many bytes of two column tiles, and adapters.
 struct Int8Fetch {
   const char* tile[2];
-  int64_t left;   // lines of each tile
+  int64_t bytes, done;
   int64_t lines;  // of each tile, in a step
-  bool near;      // to L1, not L2
   LoraFetch loras;
 
-  inline void line() {
-    if (left == 0) return;
-    --left;
-    for (const char*& next : tile) {
-      near ? _mm_prefetch(next, _MM_HINT_T0) : _mm_prefetch(next, _MM_HINT_T1);
-      next += 64;
-    }
-  }
   inline void go() {
-    for (int64_t i = 0; i < lines; ++i) line();
+    for (int64_t i = 0; i < lines && done < bytes; ++i, done += 64) {
+      _mm_prefetch(tile[0] + done, _MM_HINT_T1);
+      _mm_prefetch(tile[1] + done, _MM_HINT_T1);
+    }
     loras.go();
   }
 };
@@ -52,6 +47,16 @@ struct Cut {
 };
 
 constexpr int64_t kBlockSums = kRows * 2 * kColumns;
+
+// Whether the kernel fetches on its own where there is one block of rows. K is not cut then.
+#if defined(__AMX_INT8__)
+constexpr bool kUncutOfOneBlock = false;
+#else
+constexpr bool kUncutOfOneBlock = true;
+// Groups of two column tiles (2 KiB) that are fetched ahead then: the multiplications of more rows keep the core from
+// running ahead on its own.
+constexpr int64_t kAhead = 4, kAheadOfFewRows = 2, kFewRows = 4;
+#endif
 
 // Called with a block and its sums when its products of a cut are added.
 using BlockDone = std::function<void(int64_t, float*)>;
@@ -88,12 +93,12 @@ struct TileSteps {
   }
   inline void multiply_high() const {
     _tile_zero(0);
-    _tile_dpbssd(0, 4, 6);
+    _tile_dpbsud(0, 4, 6);
   }
   inline void load_low() const { _tile_loadd(5, digits + Rows * kInt8Group, 64); }
   inline void multiply_low() const {
     _tile_zero(1);
-    _tile_dpbssd(1, 5, 6);
+    _tile_dpbsud(1, 5, 6);
   }
   inline void advance() {
     --left;
@@ -116,7 +121,7 @@ struct TileSteps {
 // ahead by less than a step.
 //
 // Measured on Emerald Rapids: a step of 16 rows takes 90 cycles with all data in L1, 105 with the input in L2; its two
-// TDPBSSD take 32. Longer runs without a cut take 70. While the tile unit is busy, only one vector unit computes with
+// TDPBSUD take 32. Longer runs without a cut take 70. While the tile unit is busy, only one vector unit computes with
 // floats and shifts, and a step has 64 such instructions. Prefetches of the input to L1 make it slower.
 template <int Rows>
 static void multiply_cut(const InputGroups& input, const Cut& cut, Int8Fetch& fetch, float* sums,
@@ -145,7 +150,8 @@ static void multiply_cut(const InputGroups& input, const Cut& cut, Int8Fetch& fe
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) a[r] = _mm512_load_ps(to + r * 2 * kColumns);
       const float* scales = input.scales(block, cut.first);
-      for (int64_t g = 0; g < cut.groups; ++g, w += kInt8GroupBytes, scales += Rows) {
+      const int32_t* starts = input.starts(block, cut.first);
+      for (int64_t g = 0; g < cut.groups; ++g, w += kInt8GroupBytes, scales += Rows, starts += Rows) {
         const __m512 weight_scale = _mm512_load_ps(w);
         const int32_t *high = products[now][0], *low = products[now][1];
         now = 1 - now;
@@ -164,7 +170,8 @@ static void multiply_cut(const InputGroups& input, const Cut& cut, Int8Fetch& fe
             if (more) next.multiply_low();
           }
           const __m512i shifted = _mm512_slli_epi32(_mm512_load_si512(high + r * 16), 8);
-          const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(shifted, _mm512_load_si512(low + r * 16)));
+          const __m512i both = _mm512_add_epi32(shifted, _mm512_load_si512(low + r * 16));
+          const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(both, _mm512_set1_epi32(starts[r])));
           a[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(_mm512_set1_ps(scales[r]), weight_scale), a[r]);
         }
         if (more) next.advance();
@@ -184,55 +191,53 @@ struct ProductState {
 
 #if defined(__AVX512VNNI__)
 
-// sums += digits * weights, four products in each lane. The compiler copies the operands of its own function to and
+// sums += weights * digits, four products in each lane. The compiler copies the operands of its own function to and
 // fro.
-static inline void add_products(__m512i& sums, __m512i digits, __m512i weights) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(digits), "v"(weights));
+static inline void add_products(__m512i& sums, __m512i weights, __m512i digits) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(digits));
 }
 
-// Multiplies 16 quads of a block of Rows rows with two column tiles. x: their digits. each(w0, w1): called with each
-// quad of the weights.
-template <int Rows, typename Each>
+// Multiplies 16 quads of a block of Rows rows with two column tiles. x: their digits. Fetches as much as it reads of
+// one tile, from `ahead` on, line by line: lines that are fetched all at once wait for one another.
+template <int Rows>
 static inline __attribute__((always_inline)) void add_digits(const char* x, const char* w0, const char* w1,
-                                                             __m512i (&a)[Rows], __m512i (&b)[Rows], Each each) {
+                                                             const char* ahead, __m512i (&a)[Rows],
+                                                             __m512i (&b)[Rows]) {
   for (int64_t quad = 0; quad < kQuads; ++quad, x += Rows * 4) {
+    _mm_prefetch(ahead + quad * 64, _MM_HINT_T0);
     const __m512i left = _mm512_load_si512(w0 + quad * 64), right = _mm512_load_si512(w1 + quad * 64);
-    each(left, right);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       int32_t four;
       std::memcpy(&four, x + r * 4, 4);
       const __m512i digits = _mm512_set1_epi32(four);
-      add_products(a[r], digits, left);
-      add_products(b[r], digits, right);
+      add_products(a[r], left, digits);
+      add_products(b[r], right, digits);
     }
   }
 }
 
-// Multiplies a group of a block of Rows rows with two column tiles, and adds it to sums [Rows][2][16]. Fetches as much
-// as it reads, line by line: lines that are fetched all at once wait for one another.
+// Multiplies a group of a block of Rows rows with two column tiles, and adds it to sums [Rows][2][16].
+// Fetches what lies at ahead0 and ahead1, as much as it reads.
 template <int Rows>
 static inline void add_group(const InputGroups& input, int64_t block, int64_t group, const char* w0, const char* w1,
-                             Int8Fetch& fetch, float* sums) {
-  fetch.loras.go();
-  fetch.line();
+                             const char* ahead0, const char* ahead1, float* sums) {
+  _mm_prefetch(ahead0, _MM_HINT_T0);
+  _mm_prefetch(ahead1, _MM_HINT_T0);
   const char* x = input.digits(block, group);
   const float* scales = input.scales(block, group);
-  __m512i a[Rows], b[Rows], excess0 = _mm512_setzero_si512(), excess1 = _mm512_setzero_si512();
+  const int32_t* starts = input.starts(block, group);
+  __m512i a[Rows], b[Rows];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) a[r] = b[r] = _mm512_setzero_si512();
-  const __m512i all128 = _mm512_set1_epi8(-128);  // without a sign
-  add_digits<Rows>(x, w0 + 64, w1 + 64, a, b, [&](__m512i left, __m512i right) {
-    fetch.line();
-    add_products(excess0, all128, left);
-    add_products(excess1, all128, right);
-  });
+  add_digits<Rows>(x, w0 + 64, w1 + 64, ahead0 + 64, a, b);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-    a[r] = _mm512_slli_epi32(_mm512_sub_epi32(a[r], excess0), 8);
-    b[r] = _mm512_slli_epi32(_mm512_sub_epi32(b[r], excess1), 8);
+    const __m512i start = _mm512_set1_epi32(starts[r]);
+    a[r] = _mm512_add_epi32(_mm512_slli_epi32(a[r], 8), start);
+    b[r] = _mm512_add_epi32(_mm512_slli_epi32(b[r], 8), start);
   }
-  add_digits<Rows>(x + Rows * kInt8Group, w0 + 64, w1 + 64, a, b, [](__m512i, __m512i) {});
+  add_digits<Rows>(x + Rows * kInt8Group, w0 + 64, w1 + 64, ahead1 + 64, a, b);
   const Floats16 scale0 = load(reinterpret_cast<const float*>(w0)), scale1 = load(reinterpret_cast<const float*>(w1));
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r, sums += 32) {
@@ -245,24 +250,26 @@ static inline void add_group(const InputGroups& input, int64_t block, int64_t gr
 #else
 
 // Sixteen sums of pairs, from four registers of four columns each.
-static inline Floats16 pair_sums(const __m256i* sums) {
+static inline Floats16 pair_sums(const __m256i* sums, int32_t start) {
+  const __m256i begin = _mm256_set1_epi32(start);
   const __m256i low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[0], sums[1]), 0xd8);
   const __m256i high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[2], sums[3]), 0xd8);
-  return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+  return {_mm256_cvtepi32_ps(_mm256_add_epi32(low, begin)), _mm256_cvtepi32_ps(_mm256_add_epi32(high, begin))};
 }
 
 // As above.
 template <int Rows>
 static inline void add_group(const InputGroups& input, int64_t block, int64_t group, const char* w0, const char* w1,
-                             Int8Fetch& fetch, float* sums) {
-  fetch.go();
+                             const char* ahead0, const char* ahead1, float* sums) {
   for (int tile = 0; tile < 2; ++tile) {
-    const char *w = tile == 0 ? w0 : w1, *x = input.digits(block, group);
+    const char *w = tile == 0 ? w0 : w1, *ahead = tile == 0 ? ahead0 : ahead1, *x = input.digits(block, group);
+    _mm_prefetch(ahead, _MM_HINT_T0);
     const Floats16 weight_scale = load(reinterpret_cast<const float*>(w));
     __m256i a[Rows][4];
 #pragma GCC unroll 8
     for (int i = 0; i < Rows * 4; ++i) a[i / 4][i % 4] = _mm256_setzero_si256();
     for (int64_t at = 64; at < kInt8GroupBytes; at += 64, x += Rows * 8) {
+      _mm_prefetch(ahead + at, _MM_HINT_T0);
       __m256i quads[Rows];
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
@@ -272,7 +279,7 @@ static inline void add_group(const InputGroups& input, int64_t block, int64_t gr
       }
 #pragma GCC unroll 8
       for (int i = 0; i < 4; ++i) {
-        const __m256i weights = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + at) + i));
+        const __m256i weights = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + at) + i));
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) a[r][i] = _mm256_add_epi32(a[r][i], _mm256_madd_epi16(weights, quads[r]));
       }
@@ -281,21 +288,31 @@ static inline void add_group(const InputGroups& input, int64_t block, int64_t gr
     for (int r = 0; r < Rows; ++r) {
       float* to = sums + r * 32 + tile * 16;
       const Floats16 scale = mul(set1(input.scales(block, group)[r]), weight_scale);
-      store(to, fma(pair_sums(a[r]), scale, load(to)));
+      store(to, fma(pair_sums(a[r], input.starts(block, group)[r]), scale, load(to)));
     }
   }
 }
 
 #endif
 
-// As above.
+// sums [blocks][kRows][2][16] += products of blocks of Rows rows with the groups of a cut, one group after the other.
 template <int Rows>
 static void multiply_cut(const InputGroups& input, const Cut& cut, Int8Fetch& fetch, float* sums,
                          const BlockDone& done) {
   for (int64_t block = cut.first_block; block < cut.first_block + cut.blocks; ++block, sums += kBlockSums) {
     for (int64_t g = 0; g < cut.groups; ++g) {
-      const int64_t at = g * kInt8GroupBytes;
-      add_group<Rows>(input, block, cut.first + g, cut.w0 + at, cut.w1 + at, fetch, sums);
+      const char *w0 = cut.w0 + g * kInt8GroupBytes, *w1 = cut.w1 + g * kInt8GroupBytes;
+      if (kUncutOfOneBlock && cut.blocks == 1) {  // memory is the bottleneck: fetch a fixed distance ahead
+        fetch.loras.go();
+        const int64_t ahead = g + std::min(Rows <= kFewRows ? kAheadOfFewRows : kAhead, cut.groups),
+                      left = ahead - cut.groups;
+        const int64_t at = (left < 0 ? ahead : left) * kInt8GroupBytes;
+        add_group<Rows>(input, block, cut.first + g, w0, w1, (left < 0 ? cut.w0 : fetch.tile[0]) + at,
+                        (left < 0 ? cut.w1 : fetch.tile[1]) + at, sums);
+      } else {
+        fetch.go();
+        add_group<Rows>(input, block, cut.first + g, w0, w1, w0, w1, sums);
+      }
     }
     done(block, sums);
   }

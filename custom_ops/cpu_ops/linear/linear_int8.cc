@@ -20,9 +20,9 @@ namespace FD_ISA {
 namespace {
 
 // K is cut into this many groups, so that the weights of a pair of column tiles (8.5 KiB) stay in L1 for all rows.
-// While a cut is computed, the weights of the next one are fetched: to L1 for a few blocks of rows, where memory is the
-// bottleneck, and this is the distance ahead that covers its latency.
-constexpr int64_t kCutGroups = 4, kFewBlocks = 2;
+// While a cut is computed, the weights of the next one are fetched. With few rows, where memory is the bottleneck, this
+// is the distance ahead that covers its latency.
+constexpr int64_t kCutGroups = 4;
 // Bytes of the input rows of one pass over the weights, which share L2 with sums and the stream of weights.
 constexpr int64_t kPassBytes = int64_t{1} << 20;
 // Bytes of weights in one piece of work, times blocks of rows: enough to make the cost per piece small, few enough to
@@ -62,13 +62,12 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first_block = input.blocks() * pass / passes;
     const int64_t blocks = input.blocks() * (pass + 1) / passes - first_block;
-    const int64_t cuts = (groups + kCutGroups - 1) / kCutGroups;
+    const int64_t cuts = kUncutOfOneBlock && blocks == 1 ? 1 : (groups + kCutGroups - 1) / kCutGroups;
     const auto cut_at = [&](int64_t cut) { return groups * cut / cuts; };
     const auto multiply_pair = [&](int64_t pair, float* sums) {
       const int64_t tile0 = pairs.first(pair), tile1 = pairs.second(pair);
       const int64_t next_pair = std::min(pair + 1, pairs.count() - 1);
       Int8Fetch fetch;
-      fetch.near = blocks <= kFewBlocks;
       std::memset(sums, 0, static_cast<size_t>(blocks * kBlockSums) * 4);
       for (int64_t i = 0; i < cuts; ++i) {
         const bool last = i + 1 == cuts;
@@ -77,8 +76,9 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
         const Cut cut = {first_block, blocks, first, count, group_at(tile0, first), group_at(tile1, first)};
         fetch.tile[0] = group_at(last ? pairs.first(next_pair) : tile0, next);
         fetch.tile[1] = group_at(last ? pairs.second(next_pair) : tile1, next);
-        fetch.left = (next_end - next) * (kInt8GroupBytes / 64);
-        fetch.lines = (fetch.left + count * blocks - 1) / (count * blocks);
+        fetch.bytes = (next_end - next) * kInt8GroupBytes;
+        fetch.done = 0;
+        fetch.lines = (fetch.bytes / 64 + count * blocks - 1) / (count * blocks);
         const auto begin_block = [&](int64_t block) {
           const int64_t row = block * width, in_block = std::min(width, rows.m - row);
           if (!last || block == first_block + blocks) return;

@@ -34,10 +34,10 @@ void quantize_tile(const Weight& w, int64_t tile) {
     std::memcpy(&kept, columns, sizeof(kept));
     std::memcpy(&inverse, inverses, sizeof(inverse));
     char* quads = to + sizeof(scale);
-    std::memset(quads, 0, kInt8Group * kColumns);
+    std::memset(quads, 128, kInt8Group * kColumns);
     const auto byte = [&](Bits bits) {
       const Floats rounded = reinterpret_cast<Floats>(bits) * inverse + kRound;
-      return reinterpret_cast<Bits>(rounded) & kept;
+      return ((reinterpret_cast<Bits>(rounded) & kept) + 128) & 0xff;
     };
     for (int64_t quad = 0; quad < count / 4; ++quad) {
       const Bits one = pairs[quad * 2], two = pairs[quad * 2 + 1];

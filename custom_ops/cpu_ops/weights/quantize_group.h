@@ -31,19 +31,22 @@ static inline bool group_scale(uint32_t most, float largest, float* scale, float
   return true;
 }
 
-// Integers q from -largest to largest with x = scale * q, within half of scale, for a group; see group_scale.
-static inline void quantize_group(const float* x, float largest, int32_t* q, float* scale) {
+// Integers q from -largest to largest with x = scale * q, within half of scale, for a group; see group_scale. Returns
+// the sum of q.
+static inline int32_t quantize_group(const float* x, float largest, int32_t* q, float* scale) {
   uint32_t bits[kInt8Group], most = 0;
   std::memcpy(bits, x, sizeof(bits));
   for (uint32_t value : bits) most = (value & 0x7fffffff) > most ? value & 0x7fffffff : most;
   float inverse, rounded[kInt8Group];
   if (!group_scale(most, largest, scale, &inverse)) {
     std::memset(q, 0, kInt8Group * 4);
-    return;
+    return 0;
   }
   for (int i = 0; i < kInt8Group; ++i) rounded[i] = x[i] * inverse + kRound;
   std::memcpy(q, rounded, sizeof(rounded));
-  for (int i = 0; i < kInt8Group; ++i) q[i] -= kRoundBits;
+  int32_t sum = 0;
+  for (int i = 0; i < kInt8Group; ++i) sum += q[i] -= kRoundBits;
+  return sum;
 }
 
 }  // namespace FD_ISA
