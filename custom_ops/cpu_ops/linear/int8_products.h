@@ -100,6 +100,13 @@ struct TileSteps {
     _tile_zero(1);
     _tile_dpbsud(1, 5, 6);
   }
+  inline void whole() {
+    load_high();
+    multiply_high();
+    load_low();
+    multiply_low();
+    advance();
+  }
   inline void advance() {
     --left;
     digits += 2 * Rows * kInt8Group;
@@ -129,18 +136,10 @@ static void multiply_cut(const InputGroups& input, const Cut& cut, Int8Fetch& fe
   alignas(64) int32_t products[2][2][Rows * 16];  // of two steps: high, low
   int now = 0;
   TileSteps<Rows> next(input, cut);
-  next.load_high();
-  next.multiply_high();
-  next.load_low();
-  next.multiply_low();
-  next.advance();
+  next.whole();
   _tile_stored(0, products[0][0], 64);
   _tile_stored(1, products[0][1], 64);
-  next.load_high();
-  next.multiply_high();
-  next.load_low();
-  next.multiply_low();
-  next.advance();
+  next.whole();  // there are two at least: a cut has two column tiles
   const int64_t end = cut.first_block + cut.blocks;
   for (int64_t block = cut.first_block; block < end; ++block, sums += kBlockSums) {
     for (int64_t tile = 0; tile < 2; ++tile) {
@@ -217,8 +216,8 @@ static inline __attribute__((always_inline)) void add_digits(const char* x, cons
   }
 }
 
-// Multiplies a group of a block of Rows rows with two column tiles, and adds it to sums [Rows][2][16].
-// Fetches what lies at ahead0 and ahead1, as much as it reads.
+// Multiplies a group of a block of Rows rows with two column tiles, and adds it to sums [Rows][2][16]. Fetches what
+// lies at ahead0 and ahead1, as much as it reads.
 template <int Rows>
 static inline void add_group(const InputGroups& input, int64_t block, int64_t group, const char* w0, const char* w1,
                              const char* ahead0, const char* ahead1, float* sums) {

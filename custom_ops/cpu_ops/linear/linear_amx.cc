@@ -167,10 +167,10 @@ void run_many_rows(const InputTiles& input, const Weight& w, const Pass& pass, P
           for (int64_t i = 0; i < rows_per_call && expected < stop; ++i) expect(expected++, expected_pair, fetch_line);
           pending.finish_rows(rows_per_call, finish);
         };
-        float* kept = pass.sums == nullptr ? nullptr : pass.sums + (pair * blocks + block) * 2 * kTileSums;
+        float* between = pass.sums == nullptr ? nullptr : pass.sums + (pair * blocks + block) * 2 * kTileSums;
         const char* a = input.tile(row / 16, pass.k0);
         multiply_block<2, kManySteps>(a, a + row_tile_bytes, kTileBytes, b0, b1, pass.steps, kKeptSteps,
-                                      pass.first ? nullptr : kept, pass.last ? sums : kept, beside);
+                                      pass.first ? nullptr : between, pass.last ? sums : between, beside);
         if (pass.last) pending = {sums, pair, row, std::min(row + kRowBlock, end_row)};
       }
     }
