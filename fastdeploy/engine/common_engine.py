@@ -41,6 +41,11 @@ from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import NonFiniteWatch
 from fastdeploy.scheduler.drafts import Drafter
 
+# While new weights are staged, the loop rests after each step for this share of the step's time. The threads that stage
+# have the lowest priority: they use the cores in these rests, and what the steps leave of them. The transport waits
+# whole milliseconds, so there are no rests of less than one.
+STAGING_REST = 0.09
+LEAST_REST_S = 0.001
 TELL_S = 0.05  # the age of the loads by which several gateways choose replicas (benchmarks/fleet.py --doors)
 log = logging.getLogger("fastdeploy.engine")
 
@@ -118,6 +123,7 @@ class CommonEngine:
         add_gauges(parts, config)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._next_tell, self._stopping, self._was_busy = 0.0, 0.0, False, False
+        self._last_step_s = 0.0
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
             AddRequest: parts.admission.add,
@@ -188,10 +194,11 @@ class CommonEngine:
         self.sleeper.settle()
 
     def _idle_time(self) -> float:
-        """Return the seconds that the loop may block: 0 while there is work, else the time to the next deadline."""
+        """Return the seconds that the loop may block: while there is work, the time that it leaves to staging, else the
+        time to the next deadline. A message ends the wait."""
         if self.scheduler.ended or self.scheduler.has_work:
             self._was_busy = True
-            return 0.0
+            return self._rest_for_staging()
         if self._was_busy and not len(self.lifecycle.requests):
             self._was_busy = False
             self.lifecycle.check_idle()
@@ -206,6 +213,10 @@ class CommonEngine:
             self._next_tell if self.scheduler.load.changed else None,
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
+
+    def _rest_for_staging(self) -> float:
+        rest = STAGING_REST * self._last_step_s if self.weights.staging else 0.0
+        return rest if rest >= LEAST_REST_S else 0.0
 
     def _step(self, plan: StepPlan) -> list[NewTokens]:
         if not self.events.watched_steps:
@@ -224,6 +235,7 @@ class CommonEngine:
             self.metrics.steps_abandoned.inc()
             return None
         self._inbox.step_completed()
+        self._last_step_s = result.elapsed_s
         before = self.scheduler.num_non_finite
         tokens = self.scheduler.apply(plan, result)
         self._non_finite.observe(plan, len(tokens), self.scheduler.num_non_finite - before)

@@ -10,6 +10,7 @@ from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import PLAIN, FileSource, FolderSource, SharedMemorySource
+from fastdeploy.engine.common_engine import LEAST_REST_S, STAGING_REST
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
@@ -129,6 +130,35 @@ def test_a_call_may_set_the_timeout_of_its_update_or_session(h):
     session = begin(h)
     assert chunk(h, session, "/w2").failure is None and commit(h, session).failure is None
     assert_serves(h, 2)
+
+
+def test_the_loop_rests_after_each_step_while_new_weights_are_staged_and_only_then(h):
+    h.runner.step_s = 0.1
+    h.add("r", [1] * 8, max_tokens=50)
+    h.run_rounds(2)
+    assert h.engine._idle_time() == 0.0
+    hang(h)
+    assert h.engine._idle_time() == pytest.approx(0.1 * STAGING_REST), "a share of the last step"
+    h.runner.step_s = 0.2
+    h.run_rounds()
+    assert h.engine._idle_time() == pytest.approx(0.2 * STAGING_REST)
+    h.runner.step_s = 0.9 * LEAST_REST_S / STAGING_REST
+    h.run_rounds()
+    assert h.engine._idle_time() == 0.0, "the transport would wait for a whole millisecond"
+    h.runner.step_s = 0.1
+    h.mend()
+    h.run_rounds(2)
+    assert h.engine.weights.session is None and h.engine.scheduler.has_work
+    assert h.engine._idle_time() == 0.0
+
+
+def test_the_loop_does_not_rest_for_other_work_of_the_staging_thread(h):
+    h.runner.step_s = 0.1
+    h.add("r", [1] * 8, max_tokens=50)
+    h.run_rounds(2)
+    hang_in_checksums(h)
+    assert h.engine.weights.thread.busy
+    assert h.engine._idle_time() == 0.0
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), 1e9])

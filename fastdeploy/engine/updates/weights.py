@@ -82,6 +82,11 @@ class WeightSessions:
         return self._book.session
 
     @property
+    def staging(self) -> bool:
+        """True while weights of the open session are staged or checked."""
+        return self.session is not None and self.thread.busy
+
+    @property
     def last_commit_s(self) -> float:
         return self._commits.last_commit_s
 
