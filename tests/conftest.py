@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastdeploy.testing.checkpoints import write_checkpoint
-from support import balance, quick, search
+from support import balance, grids, quick, search
 from support.specs import SPECS
 from support.torch_process import MODES, TorchProcess
 
@@ -35,7 +35,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("quick") and quick.left_out(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    grids.mark_the_rest_slow(items)
     if config.getoption("quick"):
         quick.deselect(config, items)
     balance.longest_first(items)

@@ -30,7 +30,19 @@ def available_isas() -> list[str]:
     return list(ISA_NAMES[1 : best + 1])
 
 
-@pytest.fixture(params=available_isas())
+ISAS = available_isas()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark cases slow whose kernels another case has, too. float32, and ops with the mark ``by_width``, have kernels
+    for two widths of vectors: the first instruction set chooses one and the last the other."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    by_width = item.get_closest_marker("by_width") or params.get("dtype") == "float32"
+    if by_width and params.get("isa") in ISAS[1:-1]:
+        item.add_marker("slow")
+
+
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     ops = CpuOps("float32")
     before = ops.isa

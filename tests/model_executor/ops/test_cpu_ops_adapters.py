@@ -59,6 +59,7 @@ def random_rows(rng, layer: Layer, count: int) -> np.ndarray:
     return rng.standard_normal((count, layer.hidden)).astype(np.float32)
 
 
+@pytest.mark.covers("isa dtype layer", "isa dtype lengths", "layer lengths")
 @pytest.mark.parametrize("lengths", [[1] * 33, [5, 1, 40, 1, 1, 30]], ids=["decode", "prefill and decode"])
 def test_layers_with_adapters_agree_with_the_reference(ops, reference, dtype, rng, layer, lengths):
     adapters, x = adapters_of(rng, layer), random_rows(rng, layer, sum(lengths))
@@ -139,6 +140,7 @@ def test_picked_rows_keep_their_adapters(ops, rng, layer):
     assert run(ops, layer, x, lengths, adapters, rows=picked[:0]).shape == (0, layer.hidden)
 
 
+@pytest.mark.covers("isa dtype linear", "isa layer", "layer linear", "linear where value")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("linear", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.parametrize("where", ["a", "b"])
@@ -179,6 +181,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_a_dropped_adapter_is_freed_while_its_layers_serve_on(ops, rng):
     layer = Layer(rng, *SHAPES["small"])
     weights, cache, batch = layer.on(ops), layer.cache(ops, 1), make_batch([0], [0], [5])

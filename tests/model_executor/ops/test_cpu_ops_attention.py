@@ -253,6 +253,7 @@ def test_old_values_in_a_reused_block_are_not_read(ops, rng):
 
 
 # The effect of a value does not depend on the shape, so one shape has all values and one value has all shapes.
+@pytest.mark.covers("isa dtype part", "isa shape bad", "dtype shape bad part")
 @pytest.mark.parametrize(
     ("shape", "bad"), [(SHAPES[0], -np.inf), (SHAPES[0], 3.4e38), *((shape, np.nan) for shape in SHAPES)], ids=str
 )
@@ -306,6 +307,7 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
 
 
 # Every length for groups of 7 heads; the other shapes with a length of one partition and with one of several.
+@pytest.mark.covers("isa dtype", "isa shape shared window", "dtype shape shared window")
 @pytest.mark.parametrize(
     ("shape", "shared", "window"),
     [

@@ -17,6 +17,8 @@ from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, Problem, Region, StageResult
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
 
+pytestmark = pytest.mark.by_width
+
 GO_ON = np.zeros(1, np.int32)
 
 
@@ -186,7 +188,10 @@ def test_stop_ends_deltas_and_is_told(ops: CpuOps, rng):
     np.testing.assert_array_equal(bits(ops, weight), base)
 
 
-def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
+@pytest.mark.parametrize("turns", [6, pytest.param(30, marks=pytest.mark.slow)])
+def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(
+    ops: CpuOps, rng, turns: int
+):
     count, rows, columns = 8, 7, 3000
     base = finite(ops, rng, count * rows, columns)
     new = np.where(rng.random(base.shape) < 0.5, finite(ops, rng, *base.shape), base)
@@ -199,7 +204,7 @@ def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that
 
     def apply() -> None:
         """Change the weight there and back."""
-        for turn in range(30):
+        for turn in range(turns):
             old, then = (base, new) if turn % 2 == 0 else (new, base)
             items = [
                 DeltaItem(
@@ -219,4 +224,4 @@ def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that
         stager.join()
     finally:
         ops.set_num_threads(0)
-    assert differences == [0] * 30
+    assert differences == [0] * turns

@@ -15,6 +15,8 @@ from fastdeploy.model_executor.ops.reference_weights import DTYPES
 from model_executor.ops.test_cpu_ops_deltas import bits, finite, floats, payload_of
 from model_executor.ops.test_cpu_ops_stage import GO_ON, SOURCES, finite_bits
 
+pytestmark = pytest.mark.by_width
+
 SHAPES = st.tuples(st.sampled_from([1, 2, 5]), st.sampled_from([16, 48, 80, 528, 1600]), st.booleans())
 COLUMNS = st.sampled_from([1, 2, 31, 48, 80, 257])
 

@@ -69,6 +69,7 @@ def new_routing(rows: int) -> Routing:
     return Routing(np.zeros((rows, 1, TOP_K), np.uint16))
 
 
+@pytest.mark.covers("isa dtype name", "isa dtype biased", "name biased")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_experts_are_those_of_the_reference_with_its_weights(ops, reference, dtype, rng, name, biased):
@@ -98,6 +99,7 @@ def test_a_row_has_the_same_bits_and_experts_alone_and_among_others(ops, threads
         np.testing.assert_array_equal(mixture.run(ops, layer, x[list(rows)]), together[list(rows)])
 
 
+@pytest.mark.covers("isa dtype", "isa kept", "dtype kept")
 @pytest.mark.parametrize("kept", [[], [7], [0, 3, 69]])
 def test_the_routing_is_that_of_all_rows_though_only_some_are_computed(ops, reference, dtype, rng, kept):
     mixture, x = Mixture(rng, SPECS["softmax"], shared=True), rng.standard_normal((70, HIDDEN)).astype(np.float32)

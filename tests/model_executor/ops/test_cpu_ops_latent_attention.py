@@ -55,6 +55,7 @@ def test_the_reference_is_attention_over_the_keys_and_values_of_all_heads(rng, l
     np.testing.assert_allclose(found, with_keys_and_values(layer, x), rtol=0, atol=2e-5)
 
 
+@pytest.mark.covers("isa dtype layer", "isa dtype lengths", "layer lengths")
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1] * 33, [130, 1]])
 def test_the_block_agrees_with_the_reference(ops, reference, dtype, rng, layer, lengths):
     batch = make_batch(list(range(len(lengths))), [0] * len(lengths), lengths)

@@ -29,6 +29,7 @@ def layer(request, rng) -> Layer:
     return Layer(rng, *SHAPES[request.param])
 
 
+@pytest.mark.covers("isa dtype layer", "isa dtype lengths", "layer lengths")
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1] * 33, [130, 1]])
 def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, lengths):
     batch = make_batch(list(range(len(lengths))), [0] * len(lengths), lengths)
@@ -44,6 +45,7 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
         assert difference.max() < 0.1 and difference.mean() < 0.01
 
 
+@pytest.mark.covers("isa dtype", "isa name", "dtype name")
 @pytest.mark.parametrize("name", SPECS)
 def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, reference, dtype, rng, name):
     """In bfloat16, the ops compute with the experts that the reference chose: where two experts have nearly the same

@@ -11,6 +11,8 @@ import pytest
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.vocabulary import Cutoff, LogprobBatch, SampleBatch, TokenMasks
 
+pytestmark = pytest.mark.by_width
+
 # top_k, top_p, min_p
 FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (50, 0.8, 0.0), (0, 1.0, 0.05),
            (30, 0.95, 0.02), (5000, 0.999, 0.0)]  # fmt: skip

@@ -21,6 +21,8 @@ from fastdeploy.model_executor.ops.interface import Problem, Region, StageItem, 
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.model_executor.ops.reference_weights import DTYPES
 
+pytestmark = pytest.mark.by_width
+
 GO_ON = np.zeros(1, np.int32)
 SOURCES = st.sampled_from(sorted(DTYPES))
 # Rows and columns at the edges of tiles (16 and 32), odd, and more than one piece of 256 KiB.
@@ -308,7 +310,10 @@ def test_a_file_that_is_only_on_the_disk_is_staged_like_memory(ops: CpuOps, rng,
     np.testing.assert_array_equal(ops.unpack_linear(weights[0]), ops.unpack_linear(weights[1]))
 
 
-def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
+@pytest.mark.parametrize("turns", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(
+    ops: CpuOps, rng, turns: int
+):
     """Eight tensors of seven rows each share column tiles, and threads stage them at the same time."""
     count, rows, columns = 8, 7, 20_000
     sources = [finite_bits(rng, "BF16", rows * columns) for _ in range(count)]
@@ -319,7 +324,7 @@ def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that
     staged: list[CpuLinear] = []
 
     def stage() -> None:
-        for _ in range(20):
+        for _ in range(turns):
             target = ops.new_linear(count * rows, columns, False)
             items = [
                 StageItem(Region(rows, columns, target, i * rows), "BF16", 0, memory=source)
@@ -338,6 +343,6 @@ def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that
         ops.set_num_threads(0)
     values = np.concatenate([source.view(np.uint16) for source in sources]).reshape(-1, columns)
     expected = values if ops.dtype == "bfloat16" else (values.astype(np.uint32) << 16).view(np.float32)
-    assert len(staged) == 20
+    assert len(staged) == turns
     for target in staged:
         np.testing.assert_array_equal(ops.unpack_linear(target), expected)
