@@ -82,10 +82,10 @@ class Model:
         ops, x = self.ops, paddle.rand([rows, self.shape.hidden])
 
         def each(weights: list[CpuLinear]) -> tuple[Callable[[], object], list[CpuLinear]]:
-            return (lambda: [ops.linear(x, w) for w in weights]), weights
+            return (lambda: [ops.linear(x, w).shape for w in weights]), weights
 
         mlp = (
-            (lambda: [ops.mlp(x, gate_up, down) for gate_up, down in self.mlp]),
+            (lambda: [ops.mlp(x, gate_up, down).shape for gate_up, down in self.mlp]),
             [w for pair in self.mlp for w in pair],
         )
         calls = {"qkv": each(self.qkv), "o": each(self.o), "mlp": mlp}
