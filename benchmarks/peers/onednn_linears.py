@@ -52,9 +52,9 @@ def report(rows: int, repeats: int) -> None:
             if repeat > 0:
                 seconds[name].append(time.perf_counter() - began)
     for name, (_, products) in calls.items():
-        median, work = statistics.median(seconds[name]), 2 * rows * products * LAYERS
-        best = min(seconds[name])
-        print(f"M={rows:<5} {name:4} {median * 1e3:8.2f} ms (best {best * 1e3:.2f})  {work / median / 1e12:5.2f} TFLOP/s")
+        median, best, work = statistics.median(seconds[name]), min(seconds[name]), 2 * rows * products * LAYERS
+        rate = work / median / 1e12
+        print(f"M={rows:<5} {name:4} {median * 1e3:8.2f} ms (best {best * 1e3:.2f})  {rate:5.2f} TFLOP/s")
 
 
 def main() -> None:
