@@ -68,16 +68,16 @@ def test_an_api_server_killed_in_an_upload_changes_nothing_and_the_session_goes_
     assert checksum(uploads) != before
 
 
-@pytest.mark.parametrize("path", ["/v1/reset", "/v1/weights/abort"])
-def test_an_update_in_one_call_that_is_still_received_ends_with_a_reset_and_with_an_abort(uploads, path):
+def test_an_update_in_one_call_that_is_still_received_ends_with_a_reset_and_with_an_abort(uploads):
     before, whole = checksum(uploads), (MODEL_DIR / "model.safetensors").read_bytes()
-    with unfinished_upload(uploads, "/v1/update_weights", whole, len(whole) // 2) as connection:
-        until(lambda: uploads.weights()["session"], 30, "the session is open")
-        assert uploads.post("/v1/update_weights", whole).status == 409  # no other update comes between
-        uploads.post(path, {}).ok()
-        connection.sendall(whole[len(whole) // 2 :])
-        assert b"404" in connection.recv(1000)
-    assert uploads.weights()["weight_epoch"] == 0 and checksum(uploads) == before
+    for path in ("/v1/reset", "/v1/weights/abort"):
+        with unfinished_upload(uploads, "/v1/update_weights", whole, len(whole) // 2) as connection:
+            until(lambda: uploads.weights()["session"], 30, "the session is open")
+            assert uploads.post("/v1/update_weights", whole).status == 409  # no other update comes between
+            uploads.post(path, {}).ok()
+            connection.sendall(whole[len(whole) // 2 :])
+            assert b"404" in connection.recv(1000)
+        assert uploads.weights()["weight_epoch"] == 0 and checksum(uploads) == before
 
 
 def test_an_update_in_one_call_whose_client_or_api_server_dies_leaves_no_session(uploads):

@@ -128,6 +128,7 @@ async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_i
         await client.publish(state(), "old")
 
 
+@pytest.mark.covers("server", "params")
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}])
 async def test_aborts_do_not_change_an_answer(server, params):
     async with RolloutClient(server.url) as client:

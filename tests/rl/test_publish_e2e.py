@@ -62,6 +62,7 @@ def assert_serves(server: Server, state: State, dtype: str) -> None:
     assert server.weights(checksums=True)["checksums"] == sums
 
 
+@pytest.mark.covers("dtype", "via")
 @pytest.mark.parametrize("via", ["shared_memory", "upload", "folder"])
 def test_many_differences_leave_the_bits_of_the_state(server, dtype, via, tmp_path):
     training = Training(1)

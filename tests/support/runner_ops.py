@@ -14,7 +14,7 @@ OPS = {"reference": ReferenceOps}
 if (best := get_ops("float32")).name != "reference":
     OPS[best.name] = get_ops
 # The reference is slow, and computes all models in the tests of parity. In others it takes these, unless it is alone.
-BY_REFERENCE = ("qwen3", "qwen2_bf16", "gemma_biased")
+BY_REFERENCE = ("qwen3", "qwen2_bf16")
 
 
 def with_ops(names: Iterable[str]) -> list:

@@ -29,11 +29,17 @@ def _sequence(length: int, **settings) -> Sequence:
     return Sequence(f"p{length}", prompt(length, 211), **settings)
 
 
+def prompts_of(runner, expected: dict) -> dict:
+    """Return what transformers says of each length of prompt, or for the reference, which is slow, of three."""
+    return {n: expected[n] for n in (expected if runner.ops.name != "reference" else (1, 17, 311))}
+
+
 @pytest.mark.parametrize("name", FLOAT32)
 def test_greedy_ids_and_logprobs_are_those_of_transformers(name, make_runner, expected):
     driver = Driver(make_runner(name))
-    sequences = driver.generate([_sequence(length) for length in expected[name]], 48, chunk=64)
-    for sequence, reference in zip(sequences, expected[name].values(), strict=True):
+    wanted = prompts_of(driver.runner, expected[name])
+    sequences = driver.generate([_sequence(length) for length in wanted], 48, chunk=64)
+    for sequence, reference in zip(sequences, wanted.values(), strict=True):
         assert reference["margin"].min() > 1e-4, "the fixture has a tie: choose another seed"
         assert sequence.output == reference["ids"].tolist()
         logprobs = np.array([entry.logprob for entry in sequence.logprobs])
@@ -57,7 +63,7 @@ def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(
     driver = Driver(make_runner(name))
     top20 = SamplingParams(temperature=0.0, logprobs=20, max_tokens=64)
     errors = []
-    for length, reference in expected[name].items():
+    for length, reference in prompts_of(driver.runner, expected[name]).items():
         whole = _sequence(length).ids + reference["ids"].tolist()
         for step in range(0, 48, 4):  # along the tokens of transformers: one other choice does not change later steps
             sequence = Sequence("s", whole[: length + step], top20)
