@@ -279,7 +279,9 @@ def test_a_follower_that_leads_at_the_end_of_the_upload_makes_the_call_itself(fl
 
 def test_weights_whose_session_ends_with_its_leader_are_committed_nowhere(fleet):
     reply = upload(fleet.follower, "lost", leads_instead(fleet, weights(7)))
-    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), reply.text
+    # 503: a call that renews the lease was on its way to the leader when that ended.
+    ends = [(404, "session_not_found"), (503, "engine_dead")]
+    assert (reply.status_code, reply.json()["error"]["code"]) in ends, reply.text
     assert fleet.versions == ["0"] * 2
     fleet.wait_no_file()
 
