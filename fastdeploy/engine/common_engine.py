@@ -10,6 +10,7 @@ flight between two layers: no token of the step is sampled, and requests that ar
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import uuid
@@ -42,10 +43,8 @@ from fastdeploy.metrics.metrics import NonFiniteWatch
 from fastdeploy.scheduler.drafts import Drafter
 
 # While new weights are staged, the loop rests after each step for this share of the step's time. The threads that stage
-# have the lowest priority: they use the cores in these rests, and what the steps leave of them. The transport waits
-# whole milliseconds, so there are no rests of less than one.
-STAGING_REST = 0.09
-LEAST_REST_S = 0.001
+# have the lowest priority: they use the cores in these rests, and what the steps leave of them.
+STAGING_REST = 0.1
 TELL_S = 0.05  # the age of the loads by which several gateways choose replicas (benchmarks/fleet.py --doors)
 log = logging.getLogger("fastdeploy.engine")
 
@@ -123,7 +122,7 @@ class CommonEngine:
         add_gauges(parts, config)
         self._inbox = Inbox(transport, self.gateway_lease.leads)
         self._next_heartbeat, self._next_tell, self._stopping, self._was_busy = 0.0, 0.0, False, False
-        self._last_step_s = 0.0
+        self._owed_rest_s = 0.0  # to staging
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
             AddRequest: parts.admission.add,
@@ -198,7 +197,7 @@ class CommonEngine:
         time to the next deadline. A message ends the wait."""
         if self.scheduler.ended or self.scheduler.has_work:
             self._was_busy = True
-            return self._rest_for_staging()
+            return self._take_rest()
         if self._was_busy and not len(self.lifecycle.requests):
             self._was_busy = False
             self.lifecycle.check_idle()
@@ -214,9 +213,12 @@ class CommonEngine:
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
-    def _rest_for_staging(self) -> float:
-        rest = STAGING_REST * self._last_step_s if self.weights.staging else 0.0
-        return rest if rest >= LEAST_REST_S else 0.0
+    def _take_rest(self) -> float:
+        """Return the rest that the loop owes to staging. The transport waits whole milliseconds, so what is less than
+        one goes to a later rest."""
+        rest = math.floor(self._owed_rest_s * 1000) / 1000
+        self._owed_rest_s -= rest
+        return rest
 
     def _step(self, plan: StepPlan) -> list[NewTokens]:
         if not self.events.watched_steps:
@@ -235,7 +237,7 @@ class CommonEngine:
             self.metrics.steps_abandoned.inc()
             return None
         self._inbox.step_completed()
-        self._last_step_s = result.elapsed_s
+        self._owed_rest_s = self._owed_rest_s + STAGING_REST * result.elapsed_s if self.weights.staging else 0.0
         before = self.scheduler.num_non_finite
         tokens = self.scheduler.apply(plan, result)
         self._non_finite.observe(plan, len(tokens), self.scheduler.num_non_finite - before)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import uuid
 from collections.abc import AsyncIterator
@@ -96,7 +97,7 @@ class ZmqRouterTransport:
         if messages or timeout_s == 0:
             return messages
         # Rounded up, since a timeout of 0 ms would not wait at all.
-        timeout_ms = None if timeout_s is None else int(timeout_s * 1000) + 1
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         for source, _ in self._poller.poll(timeout_ms):
             if source == self._wake_fd:
                 os.eventfd_read(self._wake_fd)

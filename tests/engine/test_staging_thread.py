@@ -10,7 +10,7 @@ from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import PLAIN, FileSource, FolderSource, SharedMemorySource
-from fastdeploy.engine.common_engine import LEAST_REST_S, STAGING_REST
+from fastdeploy.engine.common_engine import STAGING_REST
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
@@ -139,17 +139,27 @@ def test_the_loop_rests_after_each_step_while_new_weights_are_staged_and_only_th
     assert h.engine._idle_time() == 0.0
     hang(h)
     assert h.engine._idle_time() == pytest.approx(0.1 * STAGING_REST), "a share of the last step"
+    assert h.engine._idle_time() == 0.0, "once for each step"
     h.runner.step_s = 0.2
     h.run_rounds()
     assert h.engine._idle_time() == pytest.approx(0.2 * STAGING_REST)
-    h.runner.step_s = 0.9 * LEAST_REST_S / STAGING_REST
-    h.run_rounds()
-    assert h.engine._idle_time() == 0.0, "the transport would wait for a whole millisecond"
     h.runner.step_s = 0.1
+    h.run_rounds()
     h.mend()
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.engine.scheduler.has_work
     assert h.engine._idle_time() == 0.0
+
+
+def test_rests_of_short_steps_add_up_to_whole_milliseconds(h):
+    h.runner.step_s = 0.00042 / STAGING_REST
+    h.add("r", [1] * 8, max_tokens=50)
+    hang(h)
+    rests = []
+    for _ in range(10):
+        h.run_rounds()
+        rests.append(round(h.engine._idle_time() * 1000, 9))
+    assert set(rests) == {0.0, 1.0} and 3.0 <= sum(rests) <= 4.0
 
 
 def test_the_loop_does_not_rest_for_other_work_of_the_staging_thread(h):

@@ -29,15 +29,20 @@ def _sequence(length: int, **settings) -> Sequence:
     return Sequence(f"p{length}", prompt(length, 211), **settings)
 
 
-def prompts_of(runner, expected: dict) -> dict:
-    """Return what transformers says of each length of prompt, or for the reference, which is slow, of three."""
-    return {n: expected[n] for n in (expected if runner.ops.name != "reference" else (1, 17, 311))}
+# The reference is slow: the default suite has three lengths of prompt for it, and all for the ops.
+lengths = pytest.mark.parametrize("few", [(1, 17, 311), pytest.param((), marks=pytest.mark.slow)], ids=["few", "all"])
 
 
+def prompts_of(runner, expected: dict, few: tuple[int, ...]) -> dict:
+    """Return what transformers says of each length of prompt, or with the reference of a few, if any are named."""
+    return {n: expected[n] for n in (few if few and runner.ops.name == "reference" else expected)}
+
+
+@lengths
 @pytest.mark.parametrize("name", FLOAT32)
-def test_greedy_ids_and_logprobs_are_those_of_transformers(name, make_runner, expected):
+def test_greedy_ids_and_logprobs_are_those_of_transformers(name, few, make_runner, expected):
     driver = Driver(make_runner(name))
-    wanted = prompts_of(driver.runner, expected[name])
+    wanted = prompts_of(driver.runner, expected[name], few)
     sequences = driver.generate([_sequence(length) for length in wanted], 48, chunk=64)
     for sequence, reference in zip(sequences, wanted.values(), strict=True):
         assert reference["margin"].min() > 1e-4, "the fixture has a tie: choose another seed"
@@ -58,12 +63,13 @@ def test_a_folder_saved_by_transformers_itself_is_the_same_model(
     assert Driver(runner).generate([_sequence(17)], 8)[0].trace == before
 
 
+@lengths
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(name, make_runner, expected):
+def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(name, few, make_runner, expected):
     driver = Driver(make_runner(name))
     top20 = SamplingParams(temperature=0.0, logprobs=20, max_tokens=64)
     errors = []
-    for length, reference in prompts_of(driver.runner, expected[name]).items():
+    for length, reference in prompts_of(driver.runner, expected[name], few).items():
         whole = _sequence(length).ids + reference["ids"].tolist()
         for step in range(0, 48, 4):  # along the tokens of transformers: one other choice does not change later steps
             sequence = Sequence("s", whole[: length + step], top20)
