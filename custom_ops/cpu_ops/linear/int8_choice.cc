@@ -4,12 +4,9 @@
 
 namespace fd {
 
-// From so many rows on, tiles are faster than AVX512_VNNI (Emerald Rapids).
-constexpr int64_t kTileRows = 9;
-
-const LinearKernels& int8_linears(int64_t rows) {
+const LinearKernels& int8_linears() {
   const Isa isa = current_isa();
-  if (isa == Isa::kAmx && rows >= kTileRows) return amx::kInt8Linears;
+  if (isa == Isa::kAmx) return amx::kInt8Linears;
   return isa >= Isa::kAvx512 && has_avx512_vnni() ? avx512_vnni::kInt8Linears : avx2::kInt8Linears;
 }
 

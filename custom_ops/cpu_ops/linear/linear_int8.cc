@@ -20,8 +20,7 @@ namespace FD_ISA {
 namespace {
 
 // K is cut into this many groups, so that the weights of a pair of column tiles (8.5 KiB) stay in L1 for all rows.
-// While a cut is computed, the weights of the next one are fetched. With few rows, where memory is the bottleneck, this
-// is the distance ahead that covers its latency.
+// While a cut is computed, the weights of the next one are fetched. One block of rows needs no cut.
 constexpr int64_t kCutGroups = 4;
 // Bytes of the input rows of one pass over the weights, which share L2 with sums and the stream of weights.
 constexpr int64_t kPassBytes = int64_t{1} << 20;
@@ -62,7 +61,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first_block = input.blocks() * pass / passes;
     const int64_t blocks = input.blocks() * (pass + 1) / passes - first_block;
-    const int64_t cuts = kUncutOfOneBlock && blocks == 1 ? 1 : (groups + kCutGroups - 1) / kCutGroups;
+    const int64_t cuts = blocks == 1 ? 1 : (groups + kCutGroups - 1) / kCutGroups;
     const auto cut_at = [&](int64_t cut) { return groups * cut / cuts; };
     const auto multiply_pair = [&](int64_t pair, float* sums) {
       const int64_t tile0 = pairs.first(pair), tile1 = pairs.second(pair);
@@ -78,7 +77,8 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
         fetch.tile[1] = group_at(last ? pairs.second(next_pair) : tile1, next);
         fetch.bytes = (next_end - next) * kInt8GroupBytes;
         fetch.done = 0;
-        fetch.lines = (fetch.bytes / 64 + count * blocks - 1) / (count * blocks);
+        const int64_t fetches = count * blocks * kFetchesOfGroup;
+        fetch.lines = (fetch.bytes / 64 + fetches - 1) / fetches;
         const auto begin_block = [&](int64_t block) {
           const int64_t row = block * width, in_block = std::min(width, rows.m - row);
           if (!last || block == first_block + blocks) return;

@@ -25,9 +25,8 @@ namespace amx {
 extern const LinearKernels kInt8Linears;
 }
 
-// The fastest ones for so many rows that the machine and FASTDEPLOY_CPU_ISA allow: with amx, those on tiles for all but
-// a few rows; with avx512 and above, those with AVX512_VNNI where the CPU has it. All linears of a block get the same
-// number of rows, so the input of one is in the layout of the kernels that use it.
-const LinearKernels& int8_linears(int64_t rows);
+// The fastest ones that the machine and FASTDEPLOY_CPU_ISA allow. With avx512 and avx512_bf16, those with AVX512_VNNI
+// where the CPU has it.
+const LinearKernels& int8_linears();
 
 }  // namespace fd

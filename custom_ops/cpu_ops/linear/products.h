@@ -26,12 +26,12 @@ static inline Weight columns_of(const Weight& w, int64_t first, int64_t count) {
 // All linears of a block that multiply the same input have int8 values, or none has.
 static inline LinearInput input_of(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
                                    const Weight& w) {
-  return (w.int8 == nullptr ? make_linear_input : int8_linears(m).make_input)(slot, x, norm, eps, m, w);
+  return (w.int8 == nullptr ? make_linear_input : int8_linears().make_input)(slot, x, norm, eps, m, w);
 }
 
 static inline void product(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out,
                            bool accumulate) {
-  (w.int8 == nullptr ? multiply : int8_linears(input.m).multiply)(input, w, loras, out, accumulate);
+  (w.int8 == nullptr ? multiply : int8_linears().multiply)(input, w, loras, out, accumulate);
 }
 
 // multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
@@ -40,8 +40,8 @@ static inline LinearInput gated_product(ScratchSlot slot, const LinearInput& inp
                                         const LoraRows& loras, Activation activation, const Weight& next) {
   const int64_t half = w.n / 2;
   if (half % kColumns == 0)
-    return (w.int8 == nullptr ? multiply_gated : int8_linears(input.m).multiply_gated)(slot, input, w, loras,
-                                                                                       activation, next);
+    return (w.int8 == nullptr ? multiply_gated : int8_linears().multiply_gated)(slot, input, w, loras, activation,
+                                                                                next);
   float* both = floats(kScratchGateUp, input.m * w.n);
   product(input, w, loras, both, false);
   for (int64_t r = 0; r < input.m; ++r)
