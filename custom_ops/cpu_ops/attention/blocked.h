@@ -22,6 +22,7 @@
 #include <cstring>
 #include <limits>
 
+#include "attention/key_blocks.h"
 #include "attention/merge.h"
 #include "attention/tasks.h"
 #include "attention/values_of_keys.h"
@@ -33,70 +34,9 @@
 namespace fd {
 namespace FD_ISA {
 
-constexpr int64_t kUnits = kKeyBlock / kUnit;
 // A block of keys is multiplied with so many rows of a task at a time: their scores stay in the first cache.
 constexpr int64_t kRowsAtOnce = 32;
 static_assert(kQueryRows % kRowsAtOnce == 0, "");
-
-// A block of keys of one kv head, as units of 16 keys. Of the last unit, slots behind the end of the sequence have
-// values of 0, and keys that may be anything. `ahead`: what to fetch from memory meanwhile: as many keys and values of
-// the block that is read next, in pieces of 16 keys or values, in their order in memory; only where `fetch` is set.
-template <typename Element>
-struct KeyBlock {
-  int64_t units;
-  const Element *keys[kUnits], *values[kUnits];
-  const Element* ahead[2 * kUnits];
-  bool fetch;
-};
-
-// Pieces [0, kWithScores) of `ahead` are fetched with the scores, then those before kWithValues with the softmax, and
-// the others with the values: evenly over the time of a block.
-constexpr int64_t kWithScores = 3, kWithValues = 5;
-
-// Fetches pieces, some lines at a time.
-template <typename Element>
-class Fetcher {
- public:
-  Fetcher(const KeyBlock<Element>& block, int64_t first, int64_t end, int64_t padded)
-      : piece_(block.ahead + first), end_(block.fetch ? block.ahead + end : piece_), size_(kUnit * padded) {}
-
-  // Always inline: g++ takes a function that only fetches for one without effect, and drops its calls.
-  [[gnu::always_inline]] inline void next(int64_t lines) {
-    for (; lines > 0 && piece_ != end_; --lines) {
-      _mm_prefetch(reinterpret_cast<const char*>(*piece_ + at_), _MM_HINT_T0);
-      at_ += kLine;
-      if (at_ < size_) continue;
-      at_ = 0;
-      ++piece_;
-    }
-  }
-
-  // Returns how many lines to fetch in each of so many steps.
-  int64_t lines_of(int64_t steps) const { return ((end_ - piece_) * size_ / kLine + steps - 1) / steps; }
-
- private:
-  static constexpr int64_t kLine = 64 / sizeof(Element);
-
-  const Element* const* piece_;
-  const Element* const* const end_;
-  const int64_t size_;
-  int64_t at_ = 0;
-};
-
-// Copies the values of `count` of 16 keys and makes the others 0: they may be those of an earlier request, and
-// 0 x infinity is NaN.
-static inline void copy_values(const float* from, int64_t padded, int64_t count, float* to) {
-  std::memcpy(to, from, static_cast<size_t>(count * padded) * 4);
-  std::memset(to + count * padded, 0, static_cast<size_t>((kUnit - count) * padded) * 4);
-}
-
-static inline void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* to) {
-  const int64_t whole = count / 2 * 2 * padded;
-  std::memcpy(to, from, static_cast<size_t>(whole) * 2);
-  std::memset(to + whole, 0, static_cast<size_t>(kUnit * padded - whole) * 2);
-  if (count % 2 == 0) return;
-  for (int64_t d = 0; d < padded; ++d) to[whole + d * 2] = from[whole + d * 2];
-}
 
 // What one thread needs to compute tasks.
 template <typename Products>
@@ -133,11 +73,6 @@ class Worker {
     SoftmaxState first, later, member;  // of the task's first and later partitions; of one of its members
   };
 
-  // Keys [begin, end) of a sequence, from a kv head on; begin is a multiple of 64.
-  struct Span {
-    int64_t sequence, kv_head, begin, end;
-  };
-
   // Rows of the sequence of a span: `count` of each kv head. They see its keys before `visible`.
   struct Rows {
     Span span;  // to the end of what is read of the sequence, perhaps by later calls
@@ -151,50 +86,6 @@ class Worker {
   // all_see).
   struct RowGroup {
     int64_t first, count, begin, end, all_from, all_see;
-  };
-
-  // The keys of a block as units, in the first kv head of the span. next() goes to the next block, and at the end of
-  // the span to another one.
-  class Units {
-   public:
-    Units(const Worker& worker, const Span& span, const Span& then) : worker_(&worker), then_(then) {
-      enter(span);
-      next();
-    }
-
-    void next() {
-      if (left_ == 0) enter(then_);
-      for (int64_t u = 0; u < kUnits && left_ > 0; ++u, --left_) {
-        keys[u] = data_ + *table_ * block_elements_ + slot_ * padded_;
-        slot_ += kUnit;
-        if (slot_ < block_size_) continue;
-        slot_ = 0;
-        ++table_;
-      }
-    }
-
-    const Element* keys[kUnits];
-
-   private:
-    void enter(const Span& span) {
-      const AttentionArgs& a = worker_->a_;
-      const Cache& cache = *a.cache;
-      block_size_ = cache.block_size;
-      padded_ = worker_->padded_;
-      block_elements_ = cache.parts * cache.block_elements;
-      table_ = a.tables + span.sequence * a.table_width + span.begin / block_size_;
-      slot_ = span.begin % block_size_;
-      left_ = (span.end - span.begin + kUnit - 1) / kUnit;
-      data_ =
-          static_cast<const Element*>(cache.data) + cache.offset(a.layer, 0, 0) + span.kv_head * block_size_ * padded_;
-      std::fill_n(keys, kUnits, data_ + *table_ * block_elements_ + slot_ * padded_);
-    }
-
-    const Worker* worker_;
-    Span then_;
-    const Element* data_;
-    const int32_t* table_;
-    int64_t block_size_, padded_, block_elements_, slot_, left_;
   };
 
   static Workspace& workspace(int64_t padded) {
@@ -304,11 +195,14 @@ class Worker {
     RowGroup groups[kQueryRows / kRowsAtOnce];
     int64_t count = 0;
     for (int64_t first = 0; first < rows.count; first += kRowsAtOnce) groups[count++] = group_at(rows, first);
-    Units here(*this, rows.span, then), ahead = here;
+    Units<Element> here(a_, rows.span, then), ahead = here;
     ahead.next();
+    Units<Element> beyond = ahead;
+    if (kFetchBeyond) beyond.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, rows.visible - key), units = (keys + kUnit - 1) / kUnit;
-      for (int64_t h = 0, unit = 0, place = 0; h < heads; ++h) {
+      Places places(heads, head_size, to_values);
+      for (int64_t h = 0; h < heads; ++h) {
         KeyBlock<Element> block;
         block.units = units;
         for (int64_t u = 0; u < units; ++u) {
@@ -324,11 +218,9 @@ class Worker {
           copy_values(last, padded_, keys % kUnit, work_.values);
           last = work_.values;
         }
-        for (const Element*& piece : block.ahead) {
-          piece = ahead.keys[unit] + (place < heads ? place * head_size : (place - heads) * head_size + to_values);
-          if (++place < 2 * heads) continue;
-          place = 0;
-          ++unit;
+        for (int64_t i = 0; i < 2 * kUnits; ++i, places.next()) {
+          block.ahead[i] = ahead.keys[places.unit] + places.offset();
+          if (kFetchBeyond) block.beyond[i] = beyond.keys[places.unit] + places.offset();
         }
         block.fetch = true;
         products_.enter(block);
@@ -346,6 +238,7 @@ class Worker {
       }
       here.next();
       ahead.next();
+      if (kFetchBeyond) beyond.next();
     }
   }
 
