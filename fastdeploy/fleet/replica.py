@@ -141,7 +141,7 @@ class Replica:
         self._changed = changed
         self._on_lost = lost
         self._gateway = gateway
-        self._life = 0
+        self._client_number = 0
         self.client = self._new_client(connector)
 
     @property
@@ -187,7 +187,7 @@ class Replica:
     def cut(self, why: str) -> None:
         """Drop the connection at once. What is open fails with EngineDead, and nothing of the old connection is read
         any more. Advance the state first, so that the requests which fail are not routed here again."""
-        self._life += 1
+        self._client_number += 1
         self.client.cut(why)
 
     def connect_again(self, placement: Placement, connector: Connector) -> None:
@@ -197,12 +197,12 @@ class Replica:
         self.client.start()
 
     def _new_client(self, connector: Connector) -> EngineClient:
-        self._life += 1
-        life = self._life
+        self._client_number += 1
+        number = self._client_number
         self.promises = Promises()
 
         def connected() -> None:
-            if life == self._life:  # else a late event of an old connection
+            if number == self._client_number:  # else a late event of an old connection
                 info, welcome = self.client.model_info, self.client.welcome
                 assert welcome is not None
                 self.blocked = False
@@ -212,7 +212,7 @@ class Replica:
                 self.advance(ReplicaEvent.CONNECTED)
 
         def lost(error: EngineError) -> None:
-            if life == self._life:
+            if number == self._client_number:
                 self.report = {}
                 self.advance(ReplicaEvent.LOST, error.message)
                 self._on_lost(self, error)

@@ -29,7 +29,7 @@ class RetainedRequests:
     def sent(self, request: AddRequest, replicas: Iterable[Replica]) -> None:
         """Remember that a request was sent to ``replicas``."""
         for replica in replicas:
-            self._known[request.request_id] = _life_of(replica)
+            self._known[request.request_id] = _engine_of(replica)
             self._known.move_to_end(request.request_id)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
@@ -59,20 +59,20 @@ class RetainedRequests:
     async def _joins(self, holder: Replica, end: float) -> bool:
         """Wait until ``holder`` is a member, at most until ``end``. Return False if its engine is lost. One that is cut
         off may connect again in a moment."""
-        life, now = _life_of(holder), asyncio.get_running_loop().time
+        engine, now = _engine_of(holder), asyncio.get_running_loop().time
         cut_at = 0.0
         while not holder.in_quorum:
             is_joining = holder.state is ReplicaState.JOINING
             cut_at = 0.0 if is_joining else cut_at or now()
             until = end if is_joining else min(end, cut_at + self._config.fence_after_s)
-            if now() >= until or holder.blocked or (is_joining and _life_of(holder) != life):
+            if now() >= until or holder.blocked or (is_joining and _engine_of(holder) != engine):
                 return False
             await self._membership.until_moved(until - now())
-        return _life_of(holder) == life
+        return _engine_of(holder) == engine
 
     def _remembered(self, request: AddRequest) -> Replica | None:
         known = self._known.get(request.request_id)
-        return next((replica for replica in self._membership.connected if _life_of(replica) == known), None)
+        return next((replica for replica in self._membership.connected if _engine_of(replica) == known), None)
 
     async def _asked(self, request: AddRequest) -> Replica | None:
         """Ask all replicas. Return the one whose tokens a client has got last. Only if there is none, one with the rest
@@ -89,6 +89,6 @@ class RetainedRequests:
         return min(kept, key=kept.__getitem__, default=next(iter(known), None))
 
 
-def _life_of(replica: Replica) -> tuple[str, str]:
+def _engine_of(replica: Replica) -> tuple[str, str]:
     """Return the name of a replica, and the boot id of its engine."""
     return replica.name, replica.boot_id
