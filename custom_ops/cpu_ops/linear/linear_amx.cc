@@ -32,8 +32,10 @@ namespace amx {
 namespace {
 
 constexpr int64_t kRowBlock = 32;  // two tiles
-// Prefetch distance where memory is the bottleneck: 4 KiB, about what one core reads during the latency of memory.
-constexpr int64_t kPrefetchSteps = 2;
+// Prefetch distances where memory is the bottleneck. To L1: 4 KiB, about what one core reads during the latency of
+// memory. To L2: so many bytes of each column tile further ahead, which reads 1.03 to 1.05 times as fast as L1 alone; 8
+// to 32 KiB are equal.
+constexpr int64_t kPrefetchSteps = 2, kPrefetchFar = int64_t{16} << 10;
 // K tiles of a pair of column tiles that stay in L1 (48 KiB on every AMX core so far): 24 KiB.
 constexpr int64_t kKeptSteps = 12;
 constexpr int kManySteps = 4;  // k tiles between two pieces of other work, with many rows
@@ -116,6 +118,8 @@ void run_few_rows(const InputTiles& input, const Weight& w, const Expansion& exp
         for (int64_t i = 0; i < kTileBytes; i += 64) {
           _mm_prefetch(ahead0 + i, _MM_HINT_T0);
           _mm_prefetch(ahead1 + i, _MM_HINT_T0);
+          _mm_prefetch(ahead0 + kPrefetchFar + i, _MM_HINT_T1);  // behind the last column tile this does nothing
+          _mm_prefetch(ahead1 + kPrefetchFar + i, _MM_HINT_T1);
         }
         ahead0 += kTileBytes;
         ahead1 += kTileBytes;
