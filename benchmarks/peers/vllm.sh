@@ -6,7 +6,8 @@
 #
 # Environment: PEERS_DIR (default ~/.cache/fastdeploy-peers), PYTHON (default python3.11),
 # CORES (default: those that it may use), KV_GB (default 2). The pause table wants --max-num-seqs 8 among the further arguments.
-# TUNED=0 serves as installed: no tcmalloc, no libiomp5.
+# TUNED=0 serves as installed: no tcmalloc, no libiomp5. FASTDEPLOY_CPU_ISA=avx512 serves as on a machine without
+# AVX512_BF16 and AMX.
 set -euo pipefail
 
 VERSION=0.32.0
@@ -53,12 +54,15 @@ serve() {
     export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 # without it vLLM has no /v1/load_lora_adapter
     export VLLM_CPU_KVCACHE_SPACE=${KV_GB:-2} VLLM_CPU_OMP_THREADS_BIND=${CORES:-$(cores)}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+    if [ "${FASTDEPLOY_CPU_ISA:-}" = avx512 ]; then
+        export ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI PYTHONPATH=$(realpath "$(dirname "$0")")/avx512_only
+    fi
     exec "$VENV/bin/vllm" serve "$model" --port "$port" --host 127.0.0.1 --dtype bfloat16 \
         --max-model-len 4096 --max-num-seqs 32 "$@"
 }
 
 case ${1:-} in
 install) install ;;
-serve) [ $# -ge 2 ] || { sed -n 2,10p "$0"; exit 2; }; shift; serve "$@" ;;
-*) sed -n 2,10p "$0"; exit 2 ;;
+serve) [ $# -ge 2 ] || { sed -n 2,11p "$0"; exit 2; }; shift; serve "$@" ;;
+*) sed -n 2,11p "$0"; exit 2 ;;
 esac
