@@ -85,9 +85,11 @@ def llamacpp(model: Path, served: str, limits: Limits = DEFAULT_LIMITS) -> Engin
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Return the instruction sets of the CPU, by Linux's names; empty if ``cpuinfo`` does not exist."""
+    """Return the instruction sets of the CPU, by Linux's names; empty if ``cpuinfo`` does not exist. With
+    ``FASTDEPLOY_CPU_ISA=avx512``, which limits this engine and vLLM, those for bfloat16 are left out."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+    return flags - BF16_FLAGS if os.environ.get("FASTDEPLOY_CPU_ISA") == "avx512" else flags
 
 
 ENGINES = {"ours": ours, "vllm": vllm, "openvino": openvino, "llamacpp": llamacpp}

@@ -201,7 +201,7 @@ class Worker {
     if (kFetchBeyond) beyond.next();
     for (int64_t key = rows.span.begin; key < rows.visible; key += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, rows.visible - key), units = (keys + kUnit - 1) / kUnit;
-      Places places(heads, head_size, to_values);
+      Places places = {heads, head_size, to_values};
       for (int64_t h = 0; h < heads; ++h) {
         KeyBlock<Element> block;
         block.units = units;

@@ -72,9 +72,6 @@ struct Places {
   int64_t heads, head_size, to_values;
   int64_t unit = 0, place = 0;
 
-  Places(int64_t heads, int64_t head_size, int64_t to_values)
-      : heads(heads), head_size(head_size), to_values(to_values) {}
-
   // Returns how far the piece lies behind the keys of its unit in the first kv head.
   int64_t offset() const { return place < heads ? place * head_size : (place - heads) * head_size + to_values; }
   void next() {

@@ -77,8 +77,6 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
         fetch.tile[1] = group_at(last ? pairs.second(next_pair) : tile1, next);
         fetch.bytes = (next_end - next) * kInt8GroupBytes;
         fetch.done = 0;
-        const int64_t fetches = count * blocks * kFetchesOfGroup;
-        fetch.lines = (fetch.bytes / 64 + fetches - 1) / fetches;
         const auto begin_block = [&](int64_t block) {
           const int64_t row = block * width, in_block = std::min(width, rows.m - row);
           if (!last || block == first_block + blocks) return;

@@ -66,6 +66,14 @@ def test_openvino_is_given_the_precision_that_the_cpu_has(peers: Path, monkeypat
     assert ("float32" in engine.version) == (precision == "f32")
 
 
+def test_a_run_limited_to_avx512_is_one_without_bfloat16(tmp_path: Path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("model name: a CPU\nflags\t\t: avx2 avx512f avx512_bf16 amx_bf16 amx_int8\n")
+    monkeypatch.delenv("FASTDEPLOY_CPU_ISA", raising=False)
+    assert {"avx512f", "avx512_bf16", "amx_bf16"} <= engines.cpu_flags(tmp_path / "cpuinfo")
+    monkeypatch.setenv("FASTDEPLOY_CPU_ISA", "avx512")
+    assert engines.cpu_flags(tmp_path / "cpuinfo") == {"avx2", "avx512f", "amx_int8"}
+
+
 @pytest.mark.parametrize("name", PEER_NAMES)
 def test_a_peer_uses_the_cores_that_it_may_use(name: str):
     script = (PEERS / f"{name}.sh").read_text()
