@@ -13,7 +13,9 @@ from fastdeploy.scheduler.step_cost import StepCost, chunk_keys, decoded_tokens,
 from fastdeploy.scheduler.warm_up import warm_up
 
 STRETCH = 1.4  # times the step of the running sequences alone. 1.5 is promised; a cost is known within some percent
-LONGEST_STEP_S = 0.25  # a pause may have to wait for the step in flight
+LONGEST_STEP_S = 0.25  # of a step with prompts that are not paced: new requests wait for the step in flight
+LARGE_STEPS = 8  # times a step of one row, if that is longer: a small part of such a step is spent reading weights,
+LARGE_STEP_S = 2.0  # but at most this: a fleet gives up an engine that does not answer for --fence-after-s (5 s)
 BURST_S = 0.25  # requests that arrive within this time of each other came together
 FIRST_GUESS = 64  # prompt tokens of a step, before anything has been measured
 LEAST = 4  # tokens of the oldest prompt in every step, so that it makes progress at any cost
@@ -43,7 +45,8 @@ class StepPacer:
     A prompt is **paced** if it arrives while a request runs. A step with it may take STRETCH times as long as the step
     of the running sequences alone, so that their clients hardly notice. Other prompts came together with all that runs,
     or have waited for longer than anything has run. To pace them would only keep the batch small, so a step with them
-    may take LONGEST_STEP_S. So may a step that computes the KV of a begun request again: its client waits, too.
+    may take LONGEST_STEP_S, or LARGE_STEPS times a step of one row where the weights are large. So may a step that computes
+    the KV of a begun request again: its client waits, too.
 
     max_tokens: of a step. max_step_s: what a step with any prompt may take instead, if that is longer than STRETCH
     times the step of the running sequences; None = by these rules.
@@ -135,7 +138,10 @@ class PromptBudget:
             self._stretched_s = STRETCH * self._cost.cost(max(self._rows, 1), self._sampled, self._keys)
         if self._max_step_s is not None:
             return max(self._max_step_s, self._stretched_s)
-        return max(0.0 if self._paces(request) else LONGEST_STEP_S, self._stretched_s)
+        if self._paces(request):
+            return self._stretched_s
+        large_s = min(LARGE_STEPS * self._cost.cost(1, 1), LARGE_STEP_S)
+        return max(LONGEST_STEP_S, large_s, self._stretched_s)
 
     def _paces(self, request: Request) -> bool:
         return self._settled_at <= request.arrival and not request.num_output_tokens

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from fastdeploy.core import roofline
 from fastdeploy.core.plan import StepPlan, StepResult
-from fastdeploy.scheduler.pacer import FIRST_GUESS, LEAST, LONGEST_STEP_S, PROBE_STEPS, StepPacer
+from fastdeploy.scheduler.pacer import (
+    FIRST_GUESS,
+    LARGE_STEP_S,
+    LARGE_STEPS,
+    LEAST,
+    LONGEST_STEP_S,
+    PROBE_STEPS,
+    StepPacer,
+)
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
 from support.search import examples
@@ -160,6 +168,16 @@ def test_without_streams_a_step_takes_as_long_as_a_pause_may_wait():
     simulation = simulate(Machine(), 0)
     *steps, _ = simulation.steps([Prompt(2000, simulation.now)])
     assert all(LONGEST_STEP_S / 2 < seconds <= 1.1 * LONGEST_STEP_S for seconds in steps)
+
+
+@pytest.mark.parametrize("streams", [0, 8])
+@pytest.mark.parametrize("memory_s", [0.1, 0.2, 0.4])
+def test_prompts_that_are_not_paced_get_most_of_a_step_also_where_the_weights_take_long_to_read(memory_s, streams):
+    machine = Machine(memory_s, memory_s / 50)
+    simulation = simulate(machine, streams)
+    *steps, _ = simulation.steps([Prompt(4000, 1.0) for _ in range(2)])
+    longest_s = min(LARGE_STEPS * machine.step_s(decodes(1)), LARGE_STEP_S)
+    assert longest_s / 2 < sum(steps[5:]) / len(steps[5:]) and max(steps) <= 1.1 * longest_s
 
 
 def test_the_setting_replaces_the_rules():
