@@ -45,8 +45,8 @@ class StepPacer:
     A prompt is **paced** if it arrives while a request runs. A step with it may take STRETCH times as long as the step
     of the running sequences alone, so that their clients hardly notice. Other prompts came together with all that runs,
     or have waited for longer than anything has run. To pace them would only keep the batch small, so a step with them
-    may take LONGEST_STEP_S, or LARGE_STEPS times a step of one row where the weights are large. So may a step that computes
-    the KV of a begun request again: its client waits, too.
+    may take LONGEST_STEP_S, or LARGE_STEPS times a step of one row where the weights are large. So may a step that
+    computes the KV of a begun request again: its client waits, too.
 
     max_tokens: of a step. max_step_s: what a step with any prompt may take instead, if that is longer than STRETCH
     times the step of the running sequences; None = by these rules.
