@@ -106,6 +106,7 @@ class PromptBudget:
         self.taken = False
         self._rows, self._sampled, self._keys = 0, 0, 0.0
         self._stretched_s: float | None = None  # None: no prompt has asked, and the decodes are not counted yet
+        self._longest_s = 0.0  # with prompts that are not paced, and with any if max_step_s is given
         self._settled_at = math.inf  # prompts that arrive from this time on are paced
 
     def admits(self, request: Request) -> bool:
@@ -136,12 +137,11 @@ class PromptBudget:
             settled = [max(r.first_token_at, r.arrival + BURST_S) for r in self._decodes if r.first_token_at]
             self._settled_at = min(settled, default=math.inf)
             self._stretched_s = STRETCH * self._cost.cost(max(self._rows, 1), self._sampled, self._keys)
-        if self._max_step_s is not None:
-            return max(self._max_step_s, self._stretched_s)
-        if self._paces(request):
-            return self._stretched_s
-        large_s = min(LARGE_STEPS * self._cost.cost(1, 1), LARGE_STEP_S)
-        return max(LONGEST_STEP_S, large_s, self._stretched_s)
+            longest_s = self._max_step_s
+            if longest_s is None:
+                longest_s = max(LONGEST_STEP_S, min(LARGE_STEPS * self._cost.cost(1, 1), LARGE_STEP_S))
+            self._longest_s = max(longest_s, self._stretched_s)
+        return self._stretched_s if self._max_step_s is None and self._paces(request) else self._longest_s
 
     def _paces(self, request: Request) -> bool:
         return self._settled_at <= request.arrival and not request.num_output_tokens

@@ -164,7 +164,7 @@ def test_a_begun_request_that_is_computed_again_is_not_paced():
     assert simulation.step([again]) > LONGEST_STEP_S / 2
 
 
-def test_without_streams_a_step_takes_as_long_as_a_pause_may_wait():
+def test_without_streams_a_step_takes_the_longest_time():
     simulation = simulate(Machine(), 0)
     *steps, _ = simulation.steps([Prompt(2000, simulation.now)])
     assert all(LONGEST_STEP_S / 2 < seconds <= 1.1 * LONGEST_STEP_S for seconds in steps)

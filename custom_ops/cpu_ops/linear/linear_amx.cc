@@ -39,7 +39,7 @@ constexpr int64_t kPrefetchSteps = 2, kPrefetchFar = int64_t{16} << 10;
 // K tiles of a pair of column tiles that stay in L1 (48 KiB on every AMX core so far): 24 KiB.
 constexpr int64_t kKeptSteps = 12;
 // k tiles between two pieces of other work, beyond 32 rows. With up to kFewBlocks blocks of rows there are many weights
-// to fetch for each product: in short pieces, 48 to 128 rows take 0.90 to 0.92 of the time, and 512 rows 1.03.
+// to fetch for each product: in short pieces, 48 to 128 rows take 0.89 to 0.94 of the time, and 512 rows 1.03.
 constexpr int kFewSteps = 1, kManySteps = 4;
 constexpr int64_t kFewBlocks = 4;
 // Bytes of input rows, cut to a pass over K, that share L2 (2 MiB) with sums and the stream of weights.
