@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from support.specs import SPECS
 from support.torch_process import MODES, TorchProcess
 
 pytest_plugins = ("support.http_stack",)
+
+# Each client of httpx reads this file when it is made. The certificates that it reads otherwise take 30 ms, and no test
+# calls a server outside of this machine.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
