@@ -2,7 +2,8 @@
 
 A shell block with ``curl`` runs as it is, against a server of the embedded model, and so does every Python block. In
 other shell blocks each command is checked by the program that it names: the program must take the arguments. A Python
-block that cannot run has the note ``<!-- not run: WHY -->``.
+block that cannot run has the note ``<!-- not run: WHY -->``. ``make test`` runs the Python blocks of the README,
+``make test-slow`` the others.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ from fastdeploy.entrypoints.cli.main import make_parser
 from fastdeploy.faults.rules import read_file
 from fastdeploy.http.guards.keys import read_keys
 from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
-from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables
+from support import programs
+from support.markdown import EXAMPLES, PAGES, README, ROOT, Block, blocks, names, tables
 
 BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks(page)]
 IN_A_FLEET = "in a fleet"  # note of a script that runs against a fleet of two replicas
 SCRIPTS = [b for b in BLOCKS if b.language == "bash" and "curl " in b.text and b.note != IN_A_FLEET]
 FLEET_SCRIPTS = [b for b in BLOCKS if b.note == IN_A_FLEET]
 COMMANDS = [b for b in BLOCKS if b.language == "bash" and "curl " not in b.text]
-PYTHON = [b for b in BLOCKS if b.language == "python" and not b.note.startswith("not run: ")]
+PYTHON = [
+    pytest.param(b, marks=[] if b.page == README else pytest.mark.slow, id=str(b))
+    for b in BLOCKS
+    if b.language == "python" and not b.note.startswith("not run: ")
+]
 # Names that the text around a Python block explains.
 GIVEN = """
 import numpy
@@ -67,7 +73,7 @@ def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
         while command and re.match(r"\w+=", command[0]):
             del command[0]
         if command:
-            check_command(command)
+            check_command(command, tmp_path / "errors")
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=str)
@@ -80,8 +86,9 @@ def test_a_file_of_settings_or_of_faults_is_taken(block, tmp_path):
     assert any(str(tmp_path) in source for source in args.sources.values())
 
 
-def check_command(command: list[str]) -> None:
-    """Check that the program which ``command`` names takes the arguments. The program does nothing else."""
+def check_command(command: list[str], errors: Path) -> None:
+    """Check that the program which ``command`` names takes the arguments. The program does nothing else. errors: a file
+    for what it says."""
     match command:
         case ["make", *targets]:
             rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -107,16 +114,17 @@ def check_command(command: list[str]) -> None:
             assert all((ROOT / file.rstrip(";")).exists() for file in files), command
         case [".venv/bin/python", "-m", "pytest", "--oracles", "record", *paths]:
             assert '"--oracles"' in (ROOT / "tests" / "conftest.py").read_text(), command
-            check_command([".venv/bin/python", "-m", "pytest", *paths])
+            check_command([".venv/bin/python", "-m", "pytest", *paths], errors)
         case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:
             # The files are run by the suite, by make lint and by make ops.
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
         case ["python", *arguments]:
             refused = "--no-program-takes-this"  # a parser reports it only if all other arguments are right
-            done = subprocess.run(
-                [sys.executable, *arguments, refused], cwd=ROOT, capture_output=True, text=True, timeout=60
-            )
-            assert done.returncode == 2 and f"unrecognized arguments: {refused}\n" in done.stderr, done.stderr
+            program = programs.FORKS.Process(target=programs.run, args=([*arguments, refused], errors))
+            program.start()
+            program.join(60)
+            said = errors.read_text()
+            assert program.exitcode == 2 and f"unrecognized arguments: {refused}\n" in said, said
         case [program, subcommand, *_] if program.endswith(".sh"):
             script = (ROOT / program).read_text()
             assert re.search(rf"^{subcommand}\)", script, re.MULTILINE), command
@@ -177,6 +185,7 @@ def test_a_script_runs(block, server, model, adapter, untouched):
     run_script(block, server, model, adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", FLEET_SCRIPTS, ids=str)
 def test_a_script_runs_in_a_fleet(block, model):
     with FleetServer(2) as server:
@@ -191,7 +200,7 @@ def run_script(block: Block, server: Server, model: Path, adapter: Path | str = 
         assert not line.startswith("{") or json.loads(line).get("status", "success") in ("success", "ok", "ready"), line
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize("block", PYTHON)
 def test_a_python_block_runs(block, server, model, untouched):
     given = GIVEN if "model.state_dict()" in block.text else ""
     # As in a notebook, a block may await.
