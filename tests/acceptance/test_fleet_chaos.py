@@ -41,6 +41,7 @@ def problems(received: list[tuple[list[int], list[Span]]], floor: int = 4) -> li
     return ledger.problems
 
 
+@pytest.mark.slow
 def test_a_short_run_finds_nothing_wrong():
     chaos = Chaos(SHORT)
     asyncio.run(chaos.run())

@@ -94,6 +94,7 @@ def test_pause_exits_one_when_a_promise_fails():
     assert "FAIL" in out
 
 
+@pytest.mark.slow
 def test_pause_exits_one_when_it_takes_more_steps_than_allowed():
     code, out, _ = command("acceptance/pause.py", *SMALL, "--max-pause-steps", "0.0001")
     assert code == 1

@@ -44,6 +44,7 @@ def test_promises_that_a_dialect_does_not_make_are_neither_passed_nor_failed():
     assert any("KV blocks" in promise for promise in apart)
 
 
+@pytest.mark.slow
 def test_a_long_queue_adds_abort_and_keep_scenarios():
     outcome = accept(waiting=300)
     assert failures(outcome) == []

@@ -98,6 +98,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_engines_even_stopped_ones_end_when_their_program_is_killed(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
@@ -158,7 +159,7 @@ def test_a_session_that_is_alone_takes_as_long_as_computed():
     assert run_virtually(run("ours", load, seed=3)).longest_s == pytest.approx(alone_s(session, load), rel=0.03)
 
 
-@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize("gateways", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_idle_fleet_is_paused_and_updated_and_comes_back_with_its_hold_when_all_engines_died(gateways):
     with fleet_pauses.Fleet(3, gateways) as fleet:
         found = dict(fleet_pauses.measure(fleet, 2, idle_s=0.01))

@@ -72,6 +72,7 @@ def test_three_gateways_pause_all_engines_or_none_and_all_come_back_with_the_hol
     run_on_hosts(run())
 
 
+@pytest.mark.slow
 def test_a_tree_makes_the_calls_on_all_engines():
     async def run() -> None:
         fleet = HostedFleet(NUM, 1, Network(), FleetConfig(fleet_id="test"), relays=3)

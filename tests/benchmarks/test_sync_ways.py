@@ -70,6 +70,7 @@ def test_a_mismatch_where_there_must_be_none_fails_the_command(tmp_path, no_runs
     assert main(["--ways", "synchronous", "--seeds", "1", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 def test_tables_and_plots_go_into_the_docs(tmp_path, no_runs):
     docs = tmp_path / "docs"
     docs.mkdir()

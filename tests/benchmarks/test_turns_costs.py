@@ -21,6 +21,7 @@ def test_a_run_compares_equal_prompts_and_tells_the_ratio(
     assert turns.row(result | {"whole_ms": 6.0, "extended_ms": 2.0})[2:] == ("6.0", "2.0", "3.0")
 
 
+@pytest.mark.slow
 def test_different_prompts_exit_one(monkeypatch: pytest.MonkeyPatch):
     async def nothing(*args, **options):
         return None

@@ -113,6 +113,7 @@ def run(folder: Path, plans: Sequence[Sequence[str]], deltas: int, seen: Counter
     assert not list(uploads.iterdir()), "an upload was left"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_after_deltas_and_crashes_the_weights_are_those_of_a_whole_load(tmp_path):
     seen: Counter[str] = Counter()

@@ -182,6 +182,7 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(i
     server.post("/v1/resume")
 
 
+@pytest.mark.slow
 def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
     with stuck_engine(server) as stream:
@@ -193,6 +194,7 @@ def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
+@pytest.mark.slow
 def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuck(impatient_server):
     server = impatient_server
     boot = server.get("/v1/is_paused").result["boot_id"]
@@ -207,7 +209,9 @@ def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuc
     assert stream.wait_end().finals == ["length"]
 
 
-@pytest.mark.parametrize(("how", "paused"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(
+    ("how", "paused"), [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.slow)]
+)
 def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server, how, paused):
     server = start_server("--workers", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
@@ -223,6 +227,7 @@ def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server
     assert not [path for path in shared if os.path.exists(path)]
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_ends_all_its_processes(start_server):
     server = start_server("--workers", "2")
     pids = [server.engine_pid, *server.api_pids]

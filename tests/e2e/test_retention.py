@@ -87,6 +87,7 @@ def answer_of_the_new_engine(server: Server, fields: dict) -> Reply:
     return replies[-1]
 
 
+@pytest.mark.slow
 def test_after_the_death_of_the_engine_a_retained_result_is_lost_and_not_computed_again(start_server):
     server = start_server("--workers", "2")
     server.post("/v1/completions", body("ended", max_tokens=5)).ok()

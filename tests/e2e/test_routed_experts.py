@@ -131,6 +131,7 @@ def test_a_dense_model_has_no_routing_to_return():
         server.close()
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_stream_in_a_fleet_are_those_of_a_run_alone_though_its_engine_is_killed(moe, tmp_path):
     long = NATIVE | {"max_tokens": 400}
     expected = moe.complete(IDS, **long)

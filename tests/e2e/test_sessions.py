@@ -212,6 +212,7 @@ def test_a_commit_in_the_middle_of_a_turn_is_in_its_spans(to_update, new_weights
     ]
 
 
+@pytest.mark.slow
 def test_the_deaths_of_api_servers_and_of_the_engine_lose_nothing_and_the_folder_outlives_the_server(
     start_server, tmp_path
 ):

@@ -35,6 +35,7 @@ def hanging_disk(tmp_path, monkeypatch):
         yield server, hangs
 
 
+@pytest.mark.slow
 def test_an_engine_whose_sleep_hangs_in_a_write_answers_calls_and_its_death_ends_the_sleep(hanging_disk):
     server, hangs = hanging_disk
     boot, engine = server.get("/v1/is_paused").result["boot_id"], server.engine_pid

@@ -68,6 +68,7 @@ def test_an_api_server_killed_in_an_upload_changes_nothing_and_the_session_goes_
     assert checksum(uploads) != before
 
 
+@pytest.mark.slow
 def test_an_update_in_one_call_that_is_still_received_ends_with_a_reset_and_with_an_abort(uploads):
     before, whole = checksum(uploads), (MODEL_DIR / "model.safetensors").read_bytes()
     for path in ("/v1/reset", "/v1/weights/abort"):
@@ -80,6 +81,7 @@ def test_an_update_in_one_call_that_is_still_received_ends_with_a_reset_and_with
         assert uploads.weights()["weight_epoch"] == 0 and checksum(uploads) == before
 
 
+@pytest.mark.slow
 def test_an_update_in_one_call_whose_client_or_api_server_dies_leaves_no_session(uploads):
     before, whole = checksum(uploads), (MODEL_DIR / "model.safetensors").read_bytes()
     for die in (lambda: None, lambda: [os.kill(pid, signal.SIGKILL) for pid in uploads.api_pids]):

@@ -139,7 +139,7 @@ def wait_gone(pid: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stop_signal_ends_all_processes_with_status_0(tree, number):
     t = tree(workers=2).wait_serving()
     assert t.http.post("/v1/completions", json={"prompt": [1]}).status_code == 200
@@ -187,6 +187,7 @@ def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tre
     assert status["lost_commit"] is True, "the new engine does not know that it has old weights"
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_commit_restarts_without_a_lost_commit(tree):
     t = tree().wait_serving()
     os.kill(t.engine_pid(), signal.SIGKILL)
@@ -221,6 +222,7 @@ def test_all_processes_end_when_the_supervisor_is_killed(tree):
     until(lambda: not t.left(), 30, "nothing is left")
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree):
     """So a client that can kill the engine cannot end the server. The log, and a metric of the engine, tell of it."""
     t = tree().wait_serving()
@@ -246,6 +248,7 @@ def test_the_server_ends_with_an_error_if_no_new_engine_becomes_ready(tree):
     assert not t.left()
 
 
+@pytest.mark.slow
 def test_a_hangup_under_nohup_is_ignored(tree):
     t = tree(nohup=True).wait_serving()
     for pid in [t.process.pid, *t.children()]:
@@ -267,12 +270,14 @@ def test_a_refused_model_ends_the_server_at_once(tree):
     assert not t.left()
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_the_stop_signal_is_killed_after_shutdown_s(tree):
     t = tree("stubborn", shutdown_s=1.0).wait_serving()
     assert t.stop() == 1
     assert not t.left()
 
 
+@pytest.mark.slow
 def test_a_child_that_cannot_be_killed_is_left_behind(tree):
     """A process with a thread in a read from a dead mount does not end. Its parent must not wait for ever."""
     t = tree("immortal", shutdown_s=0.5).wait_serving()
@@ -282,6 +287,7 @@ def test_a_child_that_cannot_be_killed_is_left_behind(tree):
     assert ["fake_engine_main" in command for command in t.children().values()] == [True]
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_has_died_but_cannot_end_stops_and_says_so(tree):
     t = tree().wait_serving()
     os.kill(t.engine_pid(), signal.SIGUSR1)
@@ -291,6 +297,7 @@ def test_a_server_whose_engine_has_died_but_cannot_end_stops_and_says_so(tree):
     assert not t.left()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(tree):
     t = tree("stubborn", shutdown_s=1000.0).wait_serving()
     t.process.send_signal(signal.SIGINT)

@@ -144,7 +144,9 @@ async def test_the_end_of_an_upload_in_the_middle_leaves_no_file(make_hosts, wei
     await until_no_file(*hosts)
 
 
-@pytest.mark.parametrize(("loss", "at"), [("killed", 0), ("killed", 1), ("stalled", 1)])
+@pytest.mark.parametrize(
+    ("loss", "at"), [("killed", 0), ("killed", 1), pytest.param("stalled", 1, marks=pytest.mark.slow)]
+)
 async def test_the_host_before_a_lost_one_goes_around_it_from_the_last_byte_that_is_there(
     make_hosts, weights, monkeypatch, loss, at
 ):

@@ -79,6 +79,7 @@ def test_a_reset_wakes_a_server_that_sleeps_without_its_weights(server: Server):
     assert state(server) == before
 
 
+@pytest.mark.slow
 def test_a_reset_after_the_death_of_the_engine_waits_for_the_next_one(server: Server, tmp_path: Path):
     before = state(server)
     ok(server, "/v1/update_weights", {"model_path": str(perturbed(tmp_path / "new"))})

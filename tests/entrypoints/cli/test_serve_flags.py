@@ -204,7 +204,8 @@ def test_a_setting_that_the_engine_refuses_is_reported_in_one_line_with_its_flag
 
 
 @pytest.mark.parametrize(
-    "file", ["tokenizer.json", pytest.param("config.json", marks=pytest.mark.slow), "model.safetensors"]
+    "file",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tokenizer.json", "config.json")), "model.safetensors"],
 )
 def test_a_truncated_file_is_reported_in_one_line_with_its_name(tmp_path, file):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")

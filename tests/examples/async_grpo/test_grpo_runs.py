@@ -72,12 +72,14 @@ def test_each_way_trains_and_accounts_for_every_token(way, url, tmp_path):
         assert times == sorted(times) if None not in times else sync["began"] < sync["committed"]
 
 
+@pytest.mark.slow
 def test_the_synchronous_way_has_no_lag_and_no_mismatch(url, tmp_path):
     for update in of_kind(run(url, tmp_path, sync="synchronous"), "update"):
         assert update["lag_max"] == 0
         assert update["mismatch"] == {"tokens": update["tokens"], "max_abs": 0, "kl": 0, "ratio_max": 1}
 
 
+@pytest.mark.slow
 def test_no_token_is_trained_on_that_is_staler_than_allowed(url, tmp_path):
     events = run(url, tmp_path, max_staleness=0, updates=4, concurrency=8)
     assert {update["lag_max"] for update in of_kind(events, "update")} == {0}
@@ -111,6 +113,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(url, tmp_path):
     assert told < events[0]["server_tokens"] - dead[0]["server_tokens"]  # the rest was lost with the killed process
 
 
+@pytest.mark.slow
 def test_a_new_run_replaces_what_is_in_its_folder(url, tmp_path):
     (tmp_path / "events.jsonl").write_text("an earlier run\n")
     (tmp_path / "checkpoint").write_text("an earlier run")

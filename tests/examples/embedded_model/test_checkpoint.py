@@ -68,6 +68,7 @@ def chats() -> list[Answer]:
     return answers(chat=True)
 
 
+@pytest.mark.slow
 def test_batched_decoding_gives_the_completions_of_transformers(chats: list[Answer], torch_process: TorchProcess):
     some = chats[::10]
     reply = torch_process.run(solve, MODEL_DIR, [a.problem.prompt for a in some], chat=True, max_tokens=400)

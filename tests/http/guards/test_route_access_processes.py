@@ -51,6 +51,7 @@ def guarded(tmp_path_factory) -> Iterator[Served]:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
     data, control, _ = guarded.urls
     headers = {"authorization": f"Bearer {CONTROL}", "connection": "close"}
