@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from e2e.server import until
@@ -286,8 +287,9 @@ def test_weights_whose_session_ends_with_its_leader_are_committed_nowhere(fleet)
     fleet.wait_no_file()
 
 
-def test_a_call_fails_if_the_follower_does_not_find_a_member_of_the_leader(fleet):
+def test_a_call_fails_if_the_follower_does_not_find_a_member_of_the_leader(fleet, monkeypatch):
     staging = fleet.follower.client._staging
+    monkeypatch.setattr(staging, "_config", msgspec.structs.replace(staging._config, fence_after_s=0.1))
     with pytest.raises(EngineDead, match="no connection to r9: nothing was changed"):
         fleet.follower.run(staging._connected({"r9": "boot"}))
 
