@@ -50,7 +50,9 @@ class Fleet:
 
     def __init__(self, num: int = 2, make_connection: Callable[[Any], PlayedConnection] = PlayedConnection):
         self._make_connection = make_connection
-        self.client = FleetClient(FleetConfig(fleet_id="f", stall_s=1.0, fence_after_s=0.5), StaticLauncher([]), lambda placement: None)
+        self.client = FleetClient(
+            FleetConfig(fleet_id="f", stall_s=1.0, fence_after_s=0.5), StaticLauncher([]), lambda placement: None
+        )
         membership = self.client.membership
         membership.leadership.leads = True
         membership.joins.begin = lambda replica: None  # each replica joins at once, see connect
