@@ -375,9 +375,10 @@ def run_steadily(main: Coroutine[Any, Any, None]) -> None:
     try:
         loop.run_until_complete(main)
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(CONFIG.stall_s))
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=CONFIG.stall_s))
         loop.close()
 
 

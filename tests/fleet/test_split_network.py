@@ -90,7 +90,6 @@ async def play_in(fleet: SplitFleet, script: Script) -> None:
     fleet.check()
 
 
-@pytest.mark.slow
 @examples(25)
 @given(script=scripts(10, 30))
 def test_a_fleet_is_whole_after_any_split_and_no_session_goes_back(script):
