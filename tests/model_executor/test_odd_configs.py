@@ -66,8 +66,8 @@ def refused_field(folder: Path, config: bytes) -> str | None:
     "architecture",
     [
         "LlamaForCausalLM",
-        "Qwen3ForCausalLM",
-        "Ernie4_5ForCausalLM",
+        pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow),
+        pytest.param("Ernie4_5ForCausalLM", marks=pytest.mark.slow),
         "MistralForCausalLM",
         "Gemma3ForCausalLM",
         "GptOssForCausalLM",

@@ -75,6 +75,7 @@ def test_layers_with_adapters_agree_with_the_reference(ops, reference, dtype, rn
         assert difference.max() < 0.05 and difference.mean() < 0.005
 
 
+@pytest.mark.covers("isa dtype rows", "isa dtype rank", "isa dtype source", "rows rank source")
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [1, 8, 16, 64])
 @pytest.mark.parametrize("rows,k,n", [(1, 896, 64), (40, 70, 37), (65, 33, 50)])
@@ -97,6 +98,7 @@ def test_the_head_with_an_adapter_agrees_with_the_reference(ops, reference, rng,
     np.testing.assert_array_equal(found[0][own < 1], base[0][own < 1])
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_rows_without_an_adapter_have_the_bits_of_a_run_without_adapters(ops, rng, layer):
     x, rows = random_rows(rng, layer, 60), np.repeat([-1, 0, -1, 3, 1, -1], 10)
     adapters = adapter_rows([adapter.on(ops) for adapter in adapters_of(rng, layer)], rows)
@@ -105,6 +107,7 @@ def test_rows_without_an_adapter_have_the_bits_of_a_run_without_adapters(ops, rn
     assert (mixed[rows >= 0] != base[rows >= 0]).any(axis=1).all()
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_row_has_the_same_bits_alone_among_other_adapters_and_with_any_number_of_threads(ops, threads, rng, layer):
     x, rows = random_rows(rng, layer, 100), np.sort(rng.integers(-1, 5, 100))
     packed = [adapter.on(ops) for adapter in adapters_of(rng, layer)]
@@ -118,6 +121,7 @@ def test_a_row_has_the_same_bits_alone_among_other_adapters_and_with_any_number_
         )
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_sequence_has_the_same_bits_in_any_chunks(ops, rng, layer):
     [adapter], x = adapters_of(rng, layer, "mixed"), random_rows(rng, layer, 50)
     packed, weights = adapter.on(ops), layer.on(ops)
@@ -131,6 +135,7 @@ def test_a_sequence_has_the_same_bits_in_any_chunks(ops, rng, layer):
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_picked_rows_keep_their_adapters(ops, rng, layer):
     lengths, picked = [30, 1, 20], np.array([29, 30, 31, 50], np.int64)
     x, own = random_rows(rng, layer, 51), np.repeat([1, -1, 0], lengths)

@@ -8,7 +8,6 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.reference import ReferenceOps
 from model_executor.ops.test_cpu_ops_attention import (
     PARTITION,
     SHAPES,
@@ -28,22 +27,24 @@ def with_sinks(rng: np.random.Generator, shape, window: int = 0, largest: float 
     return make_spec(rng, shape, window=window)._replace(sinks=paddle.to_tensor(sinks))
 
 
-def run(ops, shape, window: int) -> list[np.ndarray]:
+def requests(shape, window: int):
     rng = np.random.default_rng(5)
-    spec = with_sinks(rng, shape, window)
-    return Sequences(rng, shape, LENGTHS).run(ops, spec, CUTS)
+    return with_sinks(rng, shape, window), Sequences(rng, shape, LENGTHS)
 
 
 @cache
 def expected(dtype: str, shape, window: int) -> list[np.ndarray]:
     """Return what the reference, which is slow, says for all instruction sets."""
-    return run(ReferenceOps(dtype), shape, window)
+    spec, sequences = requests(shape, window)
+    return sequences.of_reference(dtype, spec)
 
 
+@pytest.mark.covers("isa dtype", "isa shape window", "dtype shape", "dtype window")
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 @pytest.mark.parametrize("window", [0, 100])
 def test_sinks_agree_with_the_reference(ops, isa, dtype, shape, window):
-    for a, e in zip(run(ops, shape, window), expected(dtype, shape, window), strict=True):
+    spec, sequences = requests(shape, window)
+    for a, e in zip(sequences.run(ops, spec, CUTS), expected(dtype, shape, window), strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=tolerance(isa, dtype))
 
 
@@ -68,6 +69,7 @@ def test_a_sink_far_above_all_scores_leaves_nothing(ops, rng):
     assert np.abs(Sequences(rng, SMALL, [3]).run(ops, spec, [[3]])[0]).max() < 1e-30
 
 
+@pytest.mark.covers("isa dtype", "isa window", "dtype window")
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_request_with_sinks_has_the_same_bits_in_any_batch_cut_and_number_of_threads(ops, threads, rng, window):
     spec, lengths = with_sinks(rng, SMALL, window), [2200, 1500, 90, 64]

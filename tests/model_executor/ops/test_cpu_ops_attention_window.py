@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from fastdeploy.model_executor.ops.cpu_library import CpuKVCache
-from fastdeploy.model_executor.ops.reference import ReferenceKVCache, ReferenceOps
+from fastdeploy.model_executor.ops.reference import ReferenceKVCache
 from model_executor.ops.test_cpu_ops_attention import SHAPES, SMALL, Sequences, make_batch, make_spec, tolerance
 
 LENGTHS, CUTS = (1, 17, 131, 200), [[1], [10, 7], [100, 1, 30], [64, 136]]
@@ -23,12 +23,13 @@ def run(ops, shape, window: int, lengths, cuts) -> list[np.ndarray]:
 
 
 @cache
-def expected(dtype: str, *args) -> list[np.ndarray]:
+def expected(dtype: str, shape, window: int, lengths) -> list[np.ndarray]:
     """Return what the reference, which is slow, says for all instruction sets."""
-    shape, window, lengths = args
-    return run(ReferenceOps(dtype), shape, window, lengths, CUTS if lengths == LENGTHS else LONG_CUTS)
+    rng = np.random.default_rng(5)
+    return Sequences(rng, shape, list(lengths)).of_reference(dtype, make_spec(rng, shape, window=window))
 
 
+@pytest.mark.covers("isa dtype shape", "isa shape window")
 @pytest.mark.parametrize(
     ("shape", "window", "lengths"),
     [
@@ -60,6 +61,7 @@ def test_the_reference_sees_exactly_the_keys_of_the_window(reference, rng):
         before = after
 
 
+@pytest.mark.covers("isa dtype", "isa window", "dtype window")
 @pytest.mark.parametrize("window", [30, 700, 1024, 1500])
 def test_a_request_with_a_window_has_the_same_bits_in_any_batch_cut_and_number_of_threads(ops, threads, rng, window):
     """The rows of one task, and the members of a group, see different beginnings of the keys: so do its partitions."""

@@ -188,7 +188,7 @@ def test_stop_ends_deltas_and_is_told(ops: CpuOps, rng):
     np.testing.assert_array_equal(bits(ops, weight), base)
 
 
-@pytest.mark.parametrize("turns", [6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(
     ops: CpuOps, rng, turns: int
 ):

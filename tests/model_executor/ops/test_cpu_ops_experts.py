@@ -113,6 +113,7 @@ def test_the_routing_is_that_of_all_rows_though_only_some_are_computed(ops, refe
         np.testing.assert_array_equal(mixture.run(one, layer, x, forced, rows), whole[rows])
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_forced_experts_give_the_bits_of_the_own_choice_and_others_give_theirs(ops, reference, dtype, rng):
     mixture, x = Mixture(rng, SPECS["softmax"]), rng.standard_normal((33, HIDDEN)).astype(np.float32)
     for one in (ops, reference):
@@ -128,6 +129,7 @@ def test_forced_experts_give_the_bits_of_the_own_choice_and_others_give_theirs(o
         np.testing.assert_array_equal(told.experts, changed)
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_weights_are_divided_by_their_sum_or_by_the_least_divisor(ops, reference, rng):
     x = rng.standard_normal((5, HIDDEN)).astype(np.float32)
     for one in (ops, reference):
@@ -143,6 +145,7 @@ def test_weights_are_divided_by_their_sum_or_by_the_least_divisor(ops, reference
         assert np.abs(found[0] - raw).max() > 1e-3
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_of_equal_ranks_the_lower_expert_is_chosen_first(ops, reference, rng):
     for name, spec in SPECS.items():
         mixture, x = Mixture(rng, spec._replace(bias=None)), rng.standard_normal((5, HIDDEN)).astype(np.float32)
@@ -152,6 +155,7 @@ def test_of_equal_ranks_the_lower_expert_is_chosen_first(ops, reference, rng):
             assert (routing.experts == np.arange(TOP_K)).all(), name
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_a_row_with_nan_has_distinct_experts_and_leaves_the_other_rows_alone(ops, reference, rng):
     for spec in SPECS.values():
         mixture, x = Mixture(rng, spec), rng.standard_normal((9, HIDDEN)).astype(np.float32)

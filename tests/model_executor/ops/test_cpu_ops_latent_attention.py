@@ -71,6 +71,7 @@ def test_the_block_agrees_with_the_reference(ops, reference, dtype, rng, layer, 
         assert difference.max() < 0.1 and difference.mean() < 0.01
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_sequence_has_the_same_bits_alone_among_many_and_in_any_chunks(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((8 * 70, layer.hidden)).astype(np.float32)
     together = ops.decoder_layers(
@@ -95,6 +96,7 @@ def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(
     np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_token_that_is_not_finite_changes_no_earlier_token_and_no_other_sequence(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((80, layer.hidden)).astype(np.float32)
     batch = make_batch([0, 1], [0, 0], [70, 10])

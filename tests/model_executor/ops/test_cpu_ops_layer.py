@@ -78,6 +78,7 @@ def test_the_blocks_of_every_architecture_agree_with_the_reference(ops, referenc
     np.testing.assert_allclose(found[1], found[0], atol=scale * (1e-5 if dtype == "float32" else 0.03))
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((50, layer.hidden)).astype(np.float32)
     caches = [layer.cache(ops, 2) for _ in range(2)]
@@ -93,6 +94,7 @@ def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(
     np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_sequence_has_the_same_bits_alone_among_32_and_in_any_chunks(ops, threads, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((32 * 9, layer.hidden)).astype(np.float32)
     together = ops.decoder_layers(
@@ -110,6 +112,7 @@ def test_a_sequence_has_the_same_bits_alone_among_32_and_in_any_chunks(ops, thre
         np.testing.assert_array_equal(np.concatenate(parts), alone)
 
 
+@pytest.mark.covers("isa dtype", "isa layer", "dtype layer")
 def test_a_row_with_nan_leaves_the_other_sequences_alone(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((40, layer.hidden)).astype(np.float32)
     batch = make_batch(list(range(40)), [0] * 40, [1] * 40)

@@ -45,6 +45,7 @@ def assert_close(actual: paddle.Tensor, expected: paddle.Tensor, rtol: float = 1
     np.testing.assert_allclose(actual.numpy(), expected, rtol=rtol, atol=rtol * float(np.abs(expected).max()))
 
 
+@pytest.mark.covers("isa dtype rows", "isa dtype with_bias", "rows with_bias")
 @pytest.mark.parametrize("rows,k,n", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n, with_bias):
@@ -179,6 +180,7 @@ def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, dtype, rng):
     assert ops.pack_linear([random(rng, 160, 96)], [random(rng, 160)]).nbytes == 160 * 96 * size + 160 * 4
 
 
+@pytest.mark.covers("isa dtype source", "isa dtype k", "isa dtype sizes", "source k sizes")
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [64, 70, 33])
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (50,)])

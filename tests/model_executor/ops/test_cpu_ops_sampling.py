@@ -60,6 +60,7 @@ def drawn_by_reference(temperature: float, *filters: float) -> tuple[paddle.Tens
     return logits, batch, ReferenceOps("float32").sample(logits, batch)
 
 
+@pytest.mark.covers("isa top_k top_p min_p", "isa temperature")
 @pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_draws_agree_with_the_reference(ops, top_k, top_p, min_p, temperature):

@@ -291,6 +291,7 @@ def test_staging_runs_on_threads_of_a_lower_priority_than_the_caller_whose_own_s
     assert after == [own]
 
 
+@pytest.mark.covers("isa", "dtype")
 def test_a_file_that_is_only_on_the_disk_is_staged_like_memory(ops: CpuOps, rng, tmp_path: Path):
     """It is longer than what is read ahead, and its tensors come in another order than their bytes."""
     columns, half = 1024, 18_000
@@ -310,7 +311,7 @@ def test_a_file_that_is_only_on_the_disk_is_staged_like_memory(ops: CpuOps, rng,
     np.testing.assert_array_equal(ops.unpack_linear(weights[0]), ops.unpack_linear(weights[1]))
 
 
-@pytest.mark.parametrize("turns", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(
     ops: CpuOps, rng, turns: int
 ):
