@@ -85,7 +85,7 @@ def check_outcome(trainer: Trainer, new: State, source: FileSource, form: PartFo
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@examples(30)
+@examples(15)
 @given(st.sampled_from(ENCODED), st.sampled_from([K, K_BIAS, NORM]), damages(), st.integers(0, 99))
 def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, which, form, name, damaged, seed):
     trainer = shared_trainers[which]
@@ -100,7 +100,7 @@ def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, 
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@examples(30)
+@examples(15)
 @given(st.sampled_from(ENCODED), damages(), st.integers(0, 99))
 def test_a_damaged_file_is_refused_or_makes_the_same_values(shared_trainers, which, form, damaged, seed):
     trainer = shared_trainers[which]

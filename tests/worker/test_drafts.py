@@ -18,6 +18,7 @@ from support.adapters import cases, write_adapter
 from support.runner_ops import with_ops
 from support.specs import SPECS, prompt
 from support.step_driver import Driver, Sequence, fresh, load
+from worker.architectures import with_ops_by_architecture
 
 VOCAB, COUNT, MOST = 211, 24, 7
 KINDS = ["right", "wrong", "then wrong", "random", "mixed"]
@@ -64,21 +65,23 @@ def guesses(undisturbed: list[Sequence], kind: str, seed: int = 0) -> Callable[[
     return guess
 
 
-@pytest.mark.parametrize(("make_runner", "name"), with_ops(SPECS), indirect=["make_runner"])
+@pytest.mark.parametrize(("make_runner", "name"), with_ops_by_architecture(), indirect=["make_runner"])
 def test_drafts_change_no_bit_of_tokens_and_logprobs(name, make_runner):
     runner = make_runner(name)
-    alone = [Driver(runner).generate([one], COUNT)[0] for one in requests()]
+    undisturbed = Driver(runner).generate(requests(), COUNT)
     for kind in KINDS:
-        driver = Driver(runner, guess=guesses(alone, kind))
-        together = driver.generate([fresh(one) for one in alone], COUNT)
-        for one, other in zip(alone, together, strict=True):
+        driver = Driver(runner, guess=guesses(undisturbed, kind))
+        drafted = driver.generate([fresh(one) for one in undisturbed], COUNT)
+        for one, other in zip(undisturbed, drafted, strict=True):
             assert other.output[:COUNT] == one.output and other.logprobs[:COUNT] == one.logprobs, kind
         assert kind != "right" or driver.steps < COUNT
 
 
-def test_drafts_change_no_bit_with_int8_weights(make_runner):
-    alone = [Driver(make_runner("qwen3_bf16", quantization="int8")).generate([one], COUNT)[0] for one in requests()]
-    driver = Driver(make_runner("qwen3_bf16", quantization="int8"), guess=guesses(alone, "mixed"))
+@pytest.mark.parametrize(("make_runner", "name"), with_ops(["qwen3_bf16"]), indirect=["make_runner"])
+def test_drafts_change_no_bit_with_int8_weights(name, make_runner):
+    runner = make_runner(name, quantization="int8")
+    alone = [Driver(runner).generate([one], COUNT)[0] for one in requests()]
+    driver = Driver(runner, guess=guesses(alone, "mixed"))
     for one, other in zip(alone, driver.generate([fresh(one) for one in alone], COUNT), strict=True):
         assert other.output[:COUNT] == one.output and other.logprobs[:COUNT] == one.logprobs
 

@@ -13,10 +13,11 @@ from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.safetensors_source import open_source
 from support.specs import SPECS
 from support.step_driver import outputs, update
+from worker.architectures import with_ops_by_architecture
 from worker.new_weights import new_tensors, stored
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("make_runner", "name"), with_ops_by_architecture(), indirect=["make_runner"])
 def test_an_exported_file_gives_another_runner_the_same_weights(name, make_runner, part, tmp_path):
     spec, path = SPECS[name], tmp_path / "export.safetensors"
     source, other = make_runner(name), make_runner(name)

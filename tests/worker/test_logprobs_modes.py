@@ -72,7 +72,7 @@ def told(sequence: Sequence) -> np.ndarray:
     return np.array([row + [-np.inf] * (1 + TOP - len(row)) for row in rows])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_bf16"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_bf16", marks=pytest.mark.slow)])  # starts torch
 def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoints, torch_process, monkeypatch):
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)

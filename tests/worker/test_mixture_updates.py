@@ -174,6 +174,7 @@ def of_transformers(tensors: Tensors) -> Tensors:
     return {name.replace("_proj_weight", "_proj"): array for name, array in stacked(merged).items()}
 
 
+@pytest.mark.covers("make_runner name", "make_runner names", "name names")
 @pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_bf16"])
 @pytest.mark.parametrize(
     "names",

@@ -28,6 +28,7 @@ from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 
 # The linears of DeepSeek's attention have other names; it has a test of its own.
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32" and not spec.is_deepseek]
+BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]
 KINDS = list(cases(SPECS["qwen2"]))
 LENGTHS, STEPS = [1, 17, 70], 24
 # As in test_model_runner.py; the adapter rounds the left sides of twice as many products.
@@ -51,7 +52,10 @@ def instruction_sets() -> list[str]:
     return ["reference"] + (list(ISA_NAMES[1 : ISA_NAMES.index(ops.isa) + 1]) if isinstance(ops, CpuOps) else [])
 
 
-@pytest.fixture(params=instruction_sets())
+ISAS = instruction_sets()
+
+
+@pytest.fixture(params=ISAS)
 def runner_with(request, checkpoints) -> Iterator[Callable[[str], ModelRunner]]:
     """Give a function that makes a runner of a checkpoint. Each test runs with the reference and all instruction
     sets."""
@@ -97,7 +101,7 @@ def test_greedy_ids_and_logprobs_are_those_of_peft_in_one_batch_of_all_kinds(
         assert one.output == expected[name][n]["ids"][:STEPS].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.dtype != "float32"])
+@pytest.mark.parametrize(("make_runner", "name"), with_ops(BFLOAT16), indirect=["make_runner"])
 def test_bfloat16_logprobs_are_near_peft_in_float32_on_the_same_adapter(
     name, make_runner, checkpoints, adapters, torch_process
 ):
@@ -118,7 +122,15 @@ def test_bfloat16_logprobs_are_near_peft_in_float32_on_the_same_adapter(
     assert max(errors) < BFLOAT16_MAX and np.mean(errors) < BFLOAT16_MEAN
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_bf16"])
+# float32 has kernels for two widths of vectors, which the first and the last instruction set choose.
+@pytest.mark.parametrize(
+    ("runner_with", "name"),
+    [
+        *((isa, "qwen3_bf16") for isa in ISAS),
+        *(pytest.param(isa, "qwen2", marks=[] if isa in (*ISAS[1:2], ISAS[-1]) else pytest.mark.slow) for isa in ISAS),
+    ],
+    indirect=["runner_with"],
+)
 def test_bits_do_not_depend_on_the_batch_the_other_adapters_or_the_chunk_size(name, runner_with, adapters):
     runner = runner_with(name)
     kinds = ["rank1", "rank16", "rank_and_alpha_patterns", "only_q_and_v", "output_layer"]

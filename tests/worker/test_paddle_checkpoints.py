@@ -52,6 +52,7 @@ def huggingface(folder, spec: Spec, tensors: dict[str, np.ndarray]):
     return write_checkpoint(folder, spec, tensors)
 
 
+@pytest.mark.covers("case", "make_runner")
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: "-".join(map(str, case)))
 def test_a_paddle_folder_makes_the_same_weights_at_the_start_and_as_an_update(case, make_runner, tmp_path):
     name, dtype, fused, kind, names, files = case

@@ -24,6 +24,7 @@ PARTIAL = {
 }
 
 
+@pytest.mark.covers("make_runner base", "make_runner names", "base names")
 @pytest.mark.parametrize("names", PARTIAL.values(), ids=PARTIAL.keys())
 @pytest.mark.parametrize("base", ["llama_tied", "qwen2_bf16", "gemma_biased"])
 def test_a_partial_update_equals_a_start_on_the_mixture(base, names, make_runner, part, fresh):

@@ -64,6 +64,7 @@ def test_exactly_the_linears_that_steps_multiply_with_have_int8_values(make, nam
     assert runner.weights.lm_head.quantized
 
 
+@pytest.mark.covers("make name", "make standby", "name standby")
 @pytest.mark.parametrize("standby", ["on", "off"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_ends_in_what_a_start_with_the_weights_gives(make, name, standby, tmp_path, part):
