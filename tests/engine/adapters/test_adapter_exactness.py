@@ -121,6 +121,7 @@ def switch_point(stream: Stream) -> int:
     return epochs.count(1)
 
 
+@pytest.mark.covers("kv")
 @pytest.mark.parametrize(("folders", "kv"), WAYS, indirect=["folders"])
 def test_at_every_switch_point_the_continuation_is_that_of_peft_and_other_tenants_keep_their_bits(
     folders, kv, torch_process

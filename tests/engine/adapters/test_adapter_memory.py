@@ -315,8 +315,8 @@ def test_a_sleep_frees_the_adapters_that_nobody_uses():
         assert_exact(h, f"after{k}", k)
 
 
-@pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_thousands_of_adapters_stay_addressable_in_the_memory_of_a_few(number):
+@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_adapters_stay_addressable_in_the_memory_of_a_few(number):
     store = {"adapter_store": "/dev/shm"}
     h = Harness(FakeRunner(num_blocks=512), adapter_memory_mb=4, max_num_seqs=16, max_waiting=number, **store)
     engine = h.engine

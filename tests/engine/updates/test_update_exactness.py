@@ -134,6 +134,8 @@ def on_new_weights(folders) -> Stream:
     return h.stream("after")
 
 
+# All ways are in the test of a switch in the middle of a prompt, too.
+@pytest.mark.covers("kv", "paused")
 @pytest.mark.parametrize(("folders", "kv", "paused"), WAYS, indirect=["folders"])
 def test_at_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, torch_process, kv, paused):
     cases, streams, points = [], [], set()
@@ -159,6 +161,7 @@ def test_at_every_switch_point_the_continuation_is_that_of_torch(folders, on_new
         assert np.abs(logprobs - wanted["logprobs"]).max() < 1e-3
 
 
+@pytest.mark.parametrize("folders", ["qwen2", pytest.param("qwen3_wide", marks=pytest.mark.slow)], indirect=True)
 def test_keep_and_recompute_give_different_tokens(folders):
     kept, recomputed = (run(folders, 0, kv, False)[0] for kv in ("keep", "recompute"))
     differing = sum(a.tokens != b.tokens for a, b in zip(kept, recomputed, strict=True))
