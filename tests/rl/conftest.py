@@ -14,5 +14,5 @@ def short_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_state, "BACKOFF_S", 0.002)
         patch.setattr(connection, "RETRY_S", 0.01)
-        patch.setattr(holds, "PERIOD", 0.005)  # a ttl of 60 s is renewed every 0.3 s
+        patch.setattr(holds, "PERIOD", 0.002)  # a ttl of 60 s is renewed every 0.12 s
         yield

@@ -31,7 +31,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 State = Mapping[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -62,15 +62,14 @@ def assert_serves(server: Server, state: State, dtype: str) -> None:
     assert server.weights(checksums=True)["checksums"] == sums
 
 
-@pytest.mark.covers("dtype", "via")
 @pytest.mark.parametrize("via", ["shared_memory", "upload", "folder"])
 def test_many_differences_leave_the_bits_of_the_state(server, dtype, via, tmp_path):
     training = Training(1)
     options = {"via": via, "folder": str(tmp_path), "compression": "zstd" if via == "upload" else "none"}
     with SyncRolloutClient(server.url) as client:
         assert not client.publish(training.state, **options).is_delta
-        for step in range(4):
-            done = client.publish(training.step((0.01, 0.03)[step % 2]), step, chunk_mb=step % 2, **options)
+        for step, share in enumerate((0.01, 0.03)):
+            done = client.publish(training.step(share), step, chunk_mb=step, **options)
             assert done.is_delta and done.version == str(step) and done.nbytes < done.full_nbytes / 5
             assert 0 < done.changed_values < 0.03 * sum(v.size for v in training.state.values())
         assert_serves(server, training.state, dtype)
@@ -106,10 +105,9 @@ def test_a_mixture_is_published_as_transformers_has_it_with_a_layer_that_predict
         assert not client.publish((of_transformers(new) | more).items()).is_delta
 
 
-@pytest.mark.parametrize("framework", ["torch", "paddle"])
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)  # the child computes the bits of bfloat16
+@pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.slow)])
 def test_states_of_frameworks_are_published_bit_by_bit(server, dtype, framework):
-    if dtype == "float32":  # the child computes the bits of bfloat16
-        return
     path = os.pathsep.join([str(TRAINER.parents[1]), str(TRAINER.parents[2])])
     child = subprocess.Popen(
         [sys.executable, str(TRAINER), framework, server.url],

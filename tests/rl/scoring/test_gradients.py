@@ -53,9 +53,14 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
         assert error <= (4 if few else 1) * tolerance, f"{name}: {error:g}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# make test has each model in the type of its checkpoint.
 @pytest.mark.parametrize(
-    ("model", "temperature"), [*((model, 1.0) for model in MODELS), ("qwen2", 0.7), ("gemma", 0.7)]
+    ("model", "temperature", "dtype"),
+    [
+        pytest.param(model, temperature, dtype, marks=[] if dtype == SPECS[model].dtype else pytest.mark.slow)
+        for model, temperature in [*((model, 1.0) for model in MODELS), ("qwen2", 0.7), ("gemma", 0.7)]
+        for dtype in ("float32", "bfloat16")
+    ],
 )
 def test_gradients_are_those_of_plain_paddle_at_the_rounded_weights(checkpoints, model, dtype, temperature):
     scorer, routing = Scorer(str(checkpoints[model]), dtype, max_tokens=200), routing_of(str(checkpoints[model]))
