@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import messages as m
 
 STEP_S = 0.02
@@ -172,6 +173,19 @@ class SplitFleet(HostedFleet):
 
     def _connector(self, endpoint: str) -> SplitConnector:
         return SplitConnector(self.network, self._transports, endpoint, self._numbers)
+
+    def _gateway(self, i: int) -> HostedGateway:
+        gateway = super()._gateway(i)
+        gateway.client.membership.hosts.copied = self._copied  # type: ignore[method-assign, assignment]
+        return gateway
+
+    @contextlib.asynccontextmanager
+    async def _copied(self, owner: Replica, replica: Replica) -> AsyncIterator[FolderSource]:
+        """Stand for a copy over HTTP, which these hosts do not have: yield the source of the owner's weights."""
+        if owner.name not in self.engines:
+            raise EngineDead("its API server cannot be reached")
+        label = self.engines[owner.name].engine.scopes.whole.weights_label()
+        yield FolderSource(f"/w{number_of(label['version'])}")
 
     def _boot_one(self, name: str) -> None:
         self.engines[name] = engine = ServingEngine(self.hosts[name], name, self.network, self._read_s)

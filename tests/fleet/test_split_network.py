@@ -177,4 +177,5 @@ def test_what_waits_in_a_pause_that_has_aborted_waits_on_under_the_next_leader()
 @settings(max_examples=2_000)
 @given(script=scripts(20, 80))
 def test_a_fleet_is_whole_after_long_histories_of_splits(script):
+    note(f"play({script})")
     run_steadily(play(script))
