@@ -191,7 +191,20 @@ def _open(path: str) -> sqlite3.Connection:
         )  # conversations are nobody else's business
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     # WAL: readers and a writer do not wait for each other. NORMAL: what was written outlives each of our processes.
-    db.execute("PRAGMA journal_mode=WAL")
+    _use_wal(db)
     db.execute("PRAGMA synchronous=NORMAL")
     db.executescript("BEGIN IMMEDIATE;" + SCHEMA + "COMMIT;")
     return db
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Of processes that make the file at the same time, SQLite refuses some at once. So each of them tries again."""
+    end = time.monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= end:
+                raise
+        time.sleep(0.005)

@@ -249,6 +249,21 @@ def test_common_prefix(a, b, length):
     assert common_prefix(to_bytes(a), to_bytes(b)) == length
 
 
+def test_servers_that_start_together_can_all_use_the_file_that_they_make(tmp_path):
+    """Without waiting, it fails in one of some 30 folders."""
+
+    async def begin_together(folder: Path) -> None:
+        stores = [SessionStore(str(folder), 1 << 30, 100.0) for _ in range(4)]
+        await asyncio.gather(*(store.begin(b"", "s") for store in stores))
+        for store in stores:
+            await store.close()
+
+    for number in range(200):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        asyncio.run(begin_together(folder))
+
+
 WRITER = """
 import asyncio, sys
 import test_session_store as t
