@@ -41,19 +41,19 @@ def takes(kind: Any, *, query: bool = False, upload: Any = None) -> Schema:
     kind: a pydantic model, a msgspec struct, a type, or a JSON schema. query: each field may be in the query too, and
     the body wins. upload: the body may be the bytes of a safetensors file; then the fields of this kind are in the
     query."""
-    schema = schema_of(kind)
+    schema = _shared_schema(kind)
     content = {JSON: {"schema": schema}}
     if upload is not None:
         content[BYTES] = {"schema": {"type": "string", "format": "binary"}}
     extra: Schema = {"requestBody": {"content": content, "required": not query and "required" in schema}}
     if query or upload is not None:
-        extra["parameters"] = _parameters(schema if query else schema_of(upload))
+        extra["parameters"] = _parameters(schema if query else _shared_schema(upload))
     return extra
 
 
 def asks(kind: Any) -> Schema:
     """Return the ``openapi_extra`` of a route without a body: the fields of ``kind`` in the query."""
-    return {"parameters": _parameters(schema_of(kind))}
+    return {"parameters": _parameters(_shared_schema(kind))}
 
 
 def streams() -> dict[int | str, Schema]:
@@ -67,8 +67,14 @@ def described(kind: Any) -> WithJsonSchema:
 
 
 def schema_of(kind: Any) -> Schema:
-    """Return the JSON schema of ``kind`` without references. A field that is not required may also be null."""
-    return deepcopy(kind if isinstance(kind, dict) else _schema_of_type(kind))
+    """Return the JSON schema of ``kind`` without references. A field that is not required may also be null. The caller
+    may change it."""
+    return deepcopy(_shared_schema(kind))
+
+
+def _shared_schema(kind: Any) -> Schema:
+    """The same, for a caller that does not change it: a copy takes long."""
+    return kind if isinstance(kind, dict) else _schema_of_type(kind)
 
 
 @cache
