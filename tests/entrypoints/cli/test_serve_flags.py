@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 
 import msgspec
 import pytest
@@ -27,8 +28,11 @@ def folder(tmp_path) -> str:
     return str(tmp_path)
 
 
+parser = cache(make_parser)  # making it takes 50 ms
+
+
 def parse(*flags: str) -> tuple[EngineConfig, ServeConfig]:
-    return configs(make_parser().parse_args(["serve", *flags]))
+    return configs(parser().parse_args(["serve", *flags]))
 
 
 def test_flags_reach_the_configs_of_the_child_processes(folder):

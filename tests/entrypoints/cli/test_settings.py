@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "settings.yaml"
 
 
+parser = cache(make_parser)  # making it takes 50 ms
+
+
 def parse(*flags: str) -> argparse.Namespace:
-    return make_parser().parse_args(["serve", *flags])
+    return parser().parse_args(["serve", *flags])
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *flags: str, command: str = "serve") -> str:
