@@ -88,6 +88,7 @@ def test_pause_measures_a_peer_in_turn_and_only_the_first_server_decides_the_exi
     assert [run["scenario"] for run in seen["peer"]["runs"]] == ["abort", "keep", "wait"]
 
 
+@pytest.mark.slow
 def test_pause_exits_one_when_a_promise_fails():
     code, out, _ = command("acceptance/pause.py", *SMALL, defect="escape")
     assert code == 1

@@ -52,6 +52,7 @@ async def generate(client: EngineClient, request_id: str, prompt: list[int], cou
     return tokens
 
 
+@pytest.mark.slow
 def test_engines_answer_die_and_start_again(engines):
     async def run() -> None:
         clients = [await connected(placement) for placement in engines.start(2)]

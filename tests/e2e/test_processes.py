@@ -125,6 +125,7 @@ def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_weights_by_it
     assert held.finals == ["length"] and {s["version"] for s in held.spans} == {"p2"}
 
 
+@pytest.mark.slow
 def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server):
     """The drain does not wait for requests of a dead API server."""
     server = start_server("--workers", "2")

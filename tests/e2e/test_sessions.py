@@ -139,8 +139,8 @@ def test_a_completion_of_ids_continues_the_turn_that_they_begin_with(server):
 PAUSES = [
     {"mode": "abort"},
     {"mode": "keep"},
-    {"mode": "wait", "timeout_s": 0.2},
-    {"mode": "keep", "clear_cache": True},
+    pytest.param({"mode": "wait", "timeout_s": 0.2}, marks=pytest.mark.slow),
+    pytest.param({"mode": "keep", "clear_cache": True}, marks=pytest.mark.slow),
 ]
 
 
@@ -172,6 +172,7 @@ def test_a_pause_of_any_mode_only_delays_a_turn(live, pause):
     assert_rows_say(agent.rows()[0], [turn])
 
 
+@pytest.mark.slow
 def test_a_sleep_that_aborts_only_delays_a_turn(live):
     alone = Agent(live).ask(max_tokens=LENGTH, seed=9)
     agent = Agent(live)

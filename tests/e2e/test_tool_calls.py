@@ -27,7 +27,7 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "multiply"}}
 
 
-@pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
+@pytest.fixture(scope="module", params=[pytest.param("hermes", marks=pytest.mark.slow), "qwen3_coder"])
 def client(request):
     with Server(*SMALL, "--tool-call-parser", request.param) as server:
         yield openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)

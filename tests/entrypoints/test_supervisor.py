@@ -241,6 +241,7 @@ def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree)
     assert told == [str(number) for number in range(MAX_FAILED_STARTS, len(killed) + 1)]
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_an_error_if_no_new_engine_becomes_ready(tree):
     t = tree("once").wait_serving()
     os.kill(t.engine_pid(), signal.SIGKILL)

@@ -37,6 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.slow
 def test_captured_conversations_are_rescored_to_the_bit(url):
     async def converse() -> list:
         task = AgentTask(1)
