@@ -56,8 +56,10 @@ sync-ways: $(VENV)/.plots ops
 
 # Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
 test test-quick: export PYTHONDONTWRITEBYTECODE =
-# Paddle's own ops, the reference, wait for threads that have no core. Three processes on two cores: many tests wait.
+# Three processes on two cores, since many tests wait. Ops, ours and Paddle's, would often wait for a thread that has no
+# core. Tests that are about threads choose their number.
 test: export OMP_NUM_THREADS = 1
+test: export FASTDEPLOY_CPU_THREADS = 1
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow and not browser" -n 3 --no-loadscope-reorder $(ARGS)
 

@@ -80,6 +80,7 @@ def ops_of_installed(wheel: Path, folder: Path) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_wheel_for_any_platform_is_built_and_runs_the_reference(source, tmp_path):
     wheel = build_wheel(source, PATH="/nonexistent", CXX="")
     assert wheel.name.endswith("-py3-none-any.whl")

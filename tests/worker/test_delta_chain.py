@@ -149,7 +149,7 @@ CHAINS = [
 
 @pytest.mark.parametrize(("model", "dtype", "kind"), [chain for chain in CHAINS if chain[2].split()[0] in OPS])
 def test_after_a_chain_of_deltas_the_weights_are_those_of_a_fresh_load(model, dtype, kind, tmp_path):
-    run_chain(model, dtype, kind, steps=40, every=20, folder=tmp_path)
+    run_chain(model, dtype, kind, steps=20, every=10, folder=tmp_path)
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def long_reference(dtype: str, shape: Shape, lengths: tuple[int, ...]) -> list[n
     return sequences.of_reference(dtype, spec)
 
 
+@pytest.mark.covers("isa dtype", "dtype shape lengths")
 @pytest.mark.parametrize(
     "shape, lengths",
     [(SHAPES[0], (PARTITION + 40, 40)), (SHAPES[2], (PARTITION, PARTITION + 1, 2 * PARTITION + 200))],
