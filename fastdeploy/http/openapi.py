@@ -73,7 +73,7 @@ def schema_of(kind: Any) -> Schema:
 
 
 def _shared_schema(kind: Any) -> Schema:
-    """The same, for a caller that does not change it: a copy takes long."""
+    """Return what ``schema_of`` does, for a caller that does not change it: a copy takes long."""
     return kind if isinstance(kind, dict) else _schema_of_type(kind)
 
 
