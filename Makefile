@@ -56,10 +56,8 @@ sync-ways: $(VENV)/.plots ops
 
 # Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
 test test-quick: export PYTHONDONTWRITEBYTECODE =
-# Three processes on two cores, since many tests wait. Ops, ours and Paddle's, would often wait for a thread that has no
-# core. Tests that are about threads choose their number.
+# Three processes on two cores, since many tests wait. Paddle's own ops would often wait for a thread that has no core.
 test: export OMP_NUM_THREADS = 1
-test: export FASTDEPLOY_CPU_THREADS = 1
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow and not browser" -n 3 --no-loadscope-reorder $(ARGS)
 

@@ -120,7 +120,7 @@ def check_command(command: list[str], errors: Path) -> None:
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
         case ["python", *arguments]:
             refused = "--no-program-takes-this"  # a parser reports it only if all other arguments are right
-            program = programs.FORKS.Process(target=programs.run, args=([*arguments, refused], errors))
+            program = programs.FORKS.Process(target=programs.run, args=([*arguments, refused], errors), daemon=True)
             program.start()
             program.join(60)
             said = errors.read_text()

@@ -6,10 +6,12 @@ import json
 from typing import Any
 from urllib.request import urlopen
 
+import pytest
+
 from e2e.server import Server, until
 from fastdeploy.core.process import descendants
 
-KINDS = ("serve", "fleet")
+KINDS = ("serve", pytest.param("fleet", marks=pytest.mark.slow))
 
 
 def server_of(kind: str, *flags: str) -> Server:

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from e2e.fleet_server import FleetServer
+from e2e.fleet_server import KINDS, FleetServer
 from e2e.server import SMALL, Server, until
 from examples.embedded_model.arithmetic import problems
-
-KINDS = ["serve", pytest.param("fleet", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=KINDS)

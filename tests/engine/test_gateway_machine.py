@@ -143,7 +143,7 @@ class GatewayMachine(CheckedEngine):
 
 
 def test_no_order_of_prepared_calls_and_other_events_breaks_an_invariant(caplog):
-    explore(GatewayMachine, caplog, examples=12, steps=30)
+    explore(GatewayMachine, caplog, examples=20, steps=30)
 
 
 @pytest.mark.slow

@@ -213,4 +213,4 @@ def explore(machine: Callable[[], RuleBasedStateMachine], examples: int, steps: 
 
 
 def test_no_draft_changes_a_bit_whatever_happens_to_requests(served):
-    explore(machine_of(served), examples=4, steps=25)
+    explore(machine_of(served), examples=7, steps=25)

@@ -485,7 +485,7 @@ def explore(machine, caplog, examples: int, steps: int, long: bool = False) -> N
     run_state_machine_as_test(machine, settings=profile)
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(AdapterMachine, 12), (EngineMachine, 24)])
+@pytest.mark.parametrize(("machine", "examples"), [(AdapterMachine, 20), (EngineMachine, 40)])
 def test_no_order_of_events_breaks_an_invariant(machine, examples, caplog):
     explore(machine, caplog, examples, steps=50)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.fleet_server import FleetServer, server_of
+from e2e.fleet_server import KINDS, FleetServer, server_of
 from e2e.server import Server
 from examples.embedded_model.tokenizer import chat_ids
 from fastdeploy.core.errors import FastDeployError, UpdateInProgress
@@ -23,11 +23,11 @@ from rl.coroutines import until_running
 from rl.embedded_weights import embedded_weights
 
 PROMPT = list(range(40, 60))
-LONG = {"max_tokens": 500, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
+LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
 SHORT = LONG | {"max_tokens": 40}
 
 
-@pytest.fixture(scope="module", params=["serve", pytest.param("fleet", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with server_of(request.param, "--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") as server:
         yield server
@@ -134,7 +134,7 @@ async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_i
 )
 async def test_aborts_do_not_change_an_answer(server, params):
     async with RolloutClient(server.url) as client:
-        options = LONG | params | {"prompt_logprobs": 0, "max_tokens": 400}
+        options = LONG | params | {"prompt_logprobs": 0, "max_tokens": 800}
         alone = await client.generate_group(PROMPT, options, n=3)
         assert {r.num_resumes for r in alone} == {0}
         joined = alone

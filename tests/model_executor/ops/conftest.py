@@ -94,6 +94,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def threads(ops: CpuOps) -> Iterator[None]:
-    """Restore the number of threads after the test."""
+    """Begin with two threads, also on one core, and restore their number after the test."""
+    ops.set_num_threads(2)
     yield
     ops.set_num_threads(0)

@@ -233,7 +233,7 @@ def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task
     np.testing.assert_array_equal(spoilt[:PARTITION], clean[:PARTITION])
 
 
-@pytest.mark.parametrize("long", [200, PARTITION + 100])
+@pytest.mark.parametrize("long", [200, PARTITION + 100, pytest.param(2100, marks=pytest.mark.slow)])
 def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads, long):
     spec, sequences = make_spec(rng, SHAPES[0]), Sequences(rng, SHAPES[0], [long, 40, 3])
     cuts = [[long - 50, 49, 1], [40], [2, 1]]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from e2e.fleet_server import FleetServer, server_of
+from e2e.fleet_server import KINDS, FleetServer, server_of
 from e2e.server import Server, in_background
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.rl.check_sync import BehaviourReport, SyncReport, Verdict, check_sync, own_engine
@@ -24,7 +24,7 @@ Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.we
 State = dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["serve", pytest.param("fleet", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with server_of(request.param, "--max-num-seqs", "2", "--num-gpu-blocks-override", "128") as server:
         yield server

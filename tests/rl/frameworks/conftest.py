@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.fleet_server import server_of
+from e2e.fleet_server import KINDS, server_of
 from e2e.server import Server
 
 
-@pytest.fixture(scope="module", params=["serve", pytest.param("fleet", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A test leaves the server with any weights of the embedded model's shapes, under any version, and not paused."""
     with server_of(request.param, "--dtype", "float32", "--num-gpu-blocks-override", "2048") as server:
