@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from functools import cache
 
 import msgspec
 import pytest
@@ -14,15 +13,13 @@ from fastdeploy.entrypoints.cli.fastdeploy_flags import FLAGS, REFUSED_VALUES, V
 from fastdeploy.entrypoints.cli.fastdeploy_variables import VARIABLES, take_variables
 from fastdeploy.entrypoints.cli.flags import configs, log_without_effect
 from fastdeploy.entrypoints.cli.foreign import Foreign, Form, Verdict
-from fastdeploy.entrypoints.cli.main import main, make_parser
+from fastdeploy.entrypoints.cli.main import main
+from support.command_line import parser
 from support.fastdeploy_names import stored
 from support.fastdeploy_page import PAGE, flag_rows, variable_rows
 from support.markdown import names, tables
 
 BY_NAME = {row.name: row for row in FLAGS}
-
-
-parser = cache(make_parser)  # making it takes 50 ms
 
 
 def parse(*flags: str) -> argparse.Namespace:

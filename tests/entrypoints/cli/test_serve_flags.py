@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
 
 import msgspec
 import pytest
@@ -17,8 +16,9 @@ from fastdeploy.core.process import host_id
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli.flags import configs, read_start
 from fastdeploy.entrypoints.cli.fleet import launcher_spec
-from fastdeploy.entrypoints.cli.main import main, make_parser
+from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
+from support.command_line import parser
 
 
 @pytest.fixture
@@ -26,9 +26,6 @@ def folder(tmp_path) -> str:
     """A folder that passes as a model."""
     (tmp_path / "config.json").write_text("{}")
     return str(tmp_path)
-
-
-parser = cache(make_parser)  # making it takes 50 ms
 
 
 def parse(*flags: str) -> tuple[EngineConfig, ServeConfig]:
@@ -158,14 +155,14 @@ def test_an_engine_on_the_network_needs_a_fleet_key(folder, tmp_path, capsys):
 
 
 def test_replicas_that_run_elsewhere_are_named_in_order(folder):
-    args = make_parser().parse_args(["fleet", folder, "--replica", REMOTE, "--replica", "ipc:///run/e=http://h:1/"])
+    args = parser().parse_args(["fleet", folder, "--replica", REMOTE, "--replica", "ipc:///run/e=http://h:1/"])
     spec = launcher_spec(args, fleet_key="0" * 64)
     assert [(p.name, p.endpoint, p.url) for p in spec.placements] == [
         ("replica-0", "tcp://10.0.0.2:9000", "http://10.0.0.2:8180"),
         ("replica-1", "ipc:///run/e", "http://h:1"),
     ]
     assert spec.placements[0].host == "10.0.0.2" and spec.placements[1].host == host_id()
-    assert launcher_spec(make_parser().parse_args(["fleet", folder, "--replicas", "3"]), None) is None
+    assert launcher_spec(parser().parse_args(["fleet", folder, "--replicas", "3"]), None) is None
 
 
 @pytest.mark.parametrize("flag", ["--spill-dir", "--upload-dir"])
@@ -232,7 +229,7 @@ def test_a_fleet_endpoint_on_the_network_needs_a_long_key_in_the_environment(fol
 
 def start_refusal(command: str, *flags: str) -> str:
     """Return the error of ``read_start`` for the flags; "" = they are taken."""
-    args = make_parser().parse_args([command, *flags])
+    args = parser().parse_args([command, *flags])
     try:
         read_start(args)
     except InvalidField as error:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fastdeploy.entrypoints.cli.flags import NO_SETTINGS, configs
-from fastdeploy.entrypoints.cli.main import main, make_parser
+from fastdeploy.entrypoints.cli.main import main
 from fastdeploy.entrypoints.cli.settings import misspelt_variables, settings_of
+from support.command_line import parser
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "settings.yaml"
-
-
-parser = cache(make_parser)  # making it takes 50 ms
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -141,7 +138,7 @@ def test_keys_in_the_environment_are_no_files_of_keys(monkeypatch):
 
 def test_settings_of_a_fleet_come_from_a_file_too(file):
     file.write_text("replicas: 3\nmax_num_seqs: 4\n")
-    args = make_parser().parse_args(["fleet", "--config", str(file)])
+    args = parser().parse_args(["fleet", "--config", str(file)])
     assert (args.replicas, args.max_num_seqs) == (3, 4)
 
 
